@@ -1,0 +1,439 @@
+"""Every setting once: type, unit, default, help and check; command line, config file, environment all come from here.
+
+Names are xLLM's. Order of precedence: command line, environment (`XLLM_<NAME>`), config file (JSON or YAML), default.
+A bad setting is a ConfigError with its name, its value and what is allowed, before any process starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from .errors import ConfigError
+
+
+def _setting(
+    default: Any,
+    group: str,
+    text: str,
+    *,
+    unit: str = "",
+    choices: Sequence[str] = (),
+    low: float | None = None,
+    high: float | None = None,
+) -> Any:
+    meta = {"group": group, "help": text, "unit": unit, "choices": tuple(choices), "low": low, "high": high}
+    return field(default=default, metadata=meta)
+
+
+MODEL, CACHE, STORE, ENGINE, SERVER, LIMITS = (
+    "model",
+    "cache tiers",
+    "store (tier 3)",
+    "scheduling and execution",
+    "server",
+    "time limits",
+)
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """All settings of one instance; immutable, checked when made.
+
+    Raises:
+        ConfigError: a value is out of its range, or two settings contradict each other.
+    """
+
+    model: str = _setting("", MODEL, "Hugging Face model folder (config.json, *.safetensors); empty = the demo model")
+    model_id: str = _setting("", MODEL, "name space of the store keys; empty = last part of the model path")
+    tokenizer: str = _setting("", MODEL, "folder of the tokenizer; empty = the model folder")
+    dtype: str = _setting("auto", MODEL, "of weights and KV", choices=("auto", "float32", "bfloat16", "float16"))
+    device: str = _setting("auto", MODEL, "where the model runs", choices=("auto", "cpu", "cuda", "npu"))
+    model_impl: str = _setting(
+        "auto",
+        MODEL,
+        "own = our decoder layer, hf = transformers' modelling code with our attention, auto = own where it exists",
+        choices=("auto", "own", "hf"),
+    )
+    tp_size: int = _setting(1, MODEL, "tensor parallel workers", low=1, high=1)
+    max_model_len: int = _setting(0, MODEL, "longest prompt plus output; 0 = the model's", unit="tokens", low=0)
+
+    enable_prefix_cache: bool = _setting(True, CACHE, "reuse KV of equal prefixes")
+    block_size: int = _setting(
+        0, CACHE, "tokens per block; 0 = 32 on cpu, 128 on npu, 256 on cuda", unit="tokens", low=0
+    )
+    max_cache_size: int = _setting(0, CACHE, "device cache; 0 = from free memory", unit="bytes", low=0)
+    max_memory_utilization: float = _setting(
+        0.8,
+        CACHE,
+        "share of free memory that all caches together may take when max_cache_size is 0",
+        low=0.01,
+        high=0.99,
+    )
+    host_blocks_factor: float = _setting(
+        0.0, CACHE, "host blocks = factor x device blocks; the host cache exists only above 1.0", low=0.0
+    )
+    layers_wise_copy_batchs: int = _setting(
+        4,
+        CACHE,
+        "layer groups of a layered copy (layers per group = max(1, layers // n)); 0 = all layers in one",
+        low=0,
+    )
+    decode_kv_reuse: str = _setting(
+        "canonical",
+        CACHE,
+        "blocks completed by decode: canonical = recomputed once by a prefill tile before they are published (same "
+        "bits), as_is = published as they are (equal up to rounding), off = not published",
+        choices=("canonical", "as_is", "off"),
+    )
+
+    enable_kvcache_store: bool = _setting(False, STORE, "use Mooncake Store as third tier")
+    store_protocol: str = _setting(
+        "tcp", STORE, "a failure of rdma is an error, never tcp", choices=("tcp", "rdma", "ascend")
+    )
+    store_rdma_devices: str = _setting("", STORE, "comma list of HCAs; empty = Mooncake finds them")
+    store_master_server_address: str = _setting(
+        "",
+        STORE,
+        "host:port, or etcd://host:port;host:port to follow the leader of an HA cluster; empty = embedded store",
+    )
+    store_client_address: str = _setting(
+        "",
+        STORE,
+        "host:port of this node's mooncake_client: workers use it through shared memory; empty = direct client",
+    )
+    store_metadata_server: str = _setting("P2PHANDSHAKE", STORE, "metadata of the Transfer Engine")
+    store_local_hostname: str = _setting(
+        "127.0.0.1:12345",
+        STORE,
+        "base endpoint of direct clients; worker r takes port + r, the whole range must be free",
+    )
+    store_segment_size: int = _setting(4 * GIB, STORE, "memory of the embedded store", unit="bytes", low=16 << 20)
+    prefetch_batch_size: int = _setting(8, STORE, "logical blocks per prefetch batch", unit="blocks", low=1)
+    prefetch_timeout: int = _setting(
+        30000,
+        STORE,
+        "after it no new prefetch batch is issued; batches in flight are awaited; 0 = for ever",
+        unit="ms",
+        low=0,
+    )
+
+    max_tokens_per_batch: int = _setting(1024, ENGINE, "token budget of one step", unit="tokens", low=1)
+    max_seqs_per_batch: int = _setting(64, ENGINE, "sequences of one step", low=1)
+    max_tokens_per_chunk_for_prefill: int = _setting(
+        0, ENGINE, "longest prefill chunk of one sequence in one step; 0 = the step's budget", unit="tokens", low=0
+    )
+    max_waiting_requests: int = _setting(1024, ENGINE, "more open requests than this are refused with HTTP 429", low=1)
+    batch_invariant: bool = _setting(
+        True, ENGINE, "same bits whatever the batch, the chunking and the cache hits; false = for the last per cent"
+    )
+    prefill_tile_rows: int = _setting(
+        0,
+        ENGINE,
+        "rows of one prefill tile; 0 = 256 with a smaller tail tile where a check at load finds equal bits",
+        low=0,
+    )
+    num_threads: int = _setting(0, ENGINE, "torch threads of a worker on cpu; 0 = all cores", low=0)
+
+    host: str = _setting("127.0.0.1", SERVER, "address of the HTTP server")
+    port: int = _setting(8010, SERVER, "port of the HTTP server; 0 = a free one, printed at start", low=0, high=65535)
+    served_model_name: str = _setting("", SERVER, "name in the API; empty = model_id")
+    admin_token: str = _setting("", SERVER, "bearer token of /cache/*; empty = only loopback may call them")
+    log_level: str = _setting("info", SERVER, "of all processes", choices=("debug", "info", "warning", "error"))
+    log_requests: bool = _setting(False, SERVER, "log each HTTP request")
+    check_invariants: bool = _setting(False, SERVER, "check the block books whenever the engine idles (debugging)")
+
+    startup_timeout_s: float = _setting(600.0, LIMITS, "for all processes to come up", unit="s", low=1)
+    worker_timeout_s: float = _setting(
+        300.0, LIMITS, "for one answer of a worker, before the instance counts it as hung", unit="s", low=1
+    )
+    drain_timeout_s: float = _setting(30.0, LIMITS, "for open requests after SIGTERM", unit="s", low=0)
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(EngineConfig)
+        for item in dataclasses.fields(self):
+            _check_value(item, hints[item.name], getattr(self, item.name))
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if self.enable_kvcache_store and not self.enable_prefix_cache:
+            raise ConfigError("enable_kvcache_store", True, "only with --enable_prefix_cache=true")
+        if self.enable_kvcache_store and self.host_blocks_factor <= 1.0:
+            raise ConfigError(
+                "host_blocks_factor", self.host_blocks_factor, "above 1.0 with --enable_kvcache_store=true"
+            )
+        if self.block_size and self.prefill_tile_rows % self.block_size:
+            raise ConfigError(
+                "prefill_tile_rows", self.prefill_tile_rows, f"a multiple of block_size {self.block_size}"
+            )
+        if self.enable_kvcache_store:
+            _check_address("store_local_hostname", self.store_local_hostname)
+            if self.store_client_address:
+                _check_address("store_client_address", self.store_client_address)
+            self._check_master()
+
+    def _check_master(self) -> None:
+        address = self.store_master_server_address
+        if not address:
+            if self.store_client_address:
+                raise ConfigError(
+                    "store_client_address", self.store_client_address, "only with a store_master_server_address"
+                )
+            if self.store_protocol != "tcp":
+                raise ConfigError(
+                    "store_protocol", self.store_protocol, "tcp for the embedded store (give a master's address)"
+                )
+            return
+        parts = address.removeprefix("etcd://").split(";") if address.startswith("etcd://") else [address]
+        for part in parts:
+            _check_address("store_master_server_address", part, "host:port or etcd://host:port;host:port")
+
+    # ------------------------------------------------------------------------------------------- derived
+
+    @property
+    def host_cache_enabled(self) -> bool:
+        return self.enable_prefix_cache and self.host_blocks_factor > 1.0
+
+    @property
+    def embedded_store(self) -> bool:
+        """The instance brings up its own master and segment."""
+        return self.enable_kvcache_store and not self.store_master_server_address
+
+    @property
+    def name_space(self) -> str:
+        return self.model_id or Path(self.model).resolve().name
+
+    @property
+    def api_model_name(self) -> str:
+        return self.served_model_name or self.name_space
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        return Path(self.tokenizer or self.model)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Longest prefill chunk of one sequence in one step."""
+        return min(self.max_tokens_per_chunk_for_prefill or self.max_tokens_per_batch, self.max_tokens_per_batch)
+
+    def check_environment(self) -> None:
+        """Check what depends on the machine: model folder, free ports, RDMA hardware.
+
+        Raises:
+            ConfigError: with the setting at fault.
+        """
+        folder = Path(self.model)
+        if not (folder / "config.json").is_file():
+            raise ConfigError("model", self.model, "a folder with config.json and *.safetensors")
+        if not any(folder.glob("*.safetensors")):
+            raise ConfigError("model", self.model, "a folder with *.safetensors (this one has none)")
+        if self.tokenizer and not Path(self.tokenizer).is_dir():
+            raise ConfigError("tokenizer", self.tokenizer, "a folder")
+        if self.port:
+            _check_port_free("port", self.host, self.port)
+        if self.enable_kvcache_store and self.store_protocol == "rdma" and not _has_rdma():
+            raise ConfigError("store_protocol", "rdma", "tcp on this machine: /sys/class/infiniband has no device")
+        if self.enable_kvcache_store and not self.embedded_store and not self.store_client_address:
+            host, port = split_address(self.store_local_hostname)
+            for rank in range(self.tp_size):
+                _check_port_free("store_local_hostname", host, port + rank)
+
+    # ------------------------------------------------------------------------------------------- sources
+
+    @classmethod
+    def from_sources(
+        cls,
+        argv: Sequence[str],
+        environ: Mapping[str, str] = os.environ,
+        prog: str = "python -m xllm_hier.serve",
+        overrides: Mapping[str, Any] | None = None,
+    ) -> EngineConfig:
+        """The configuration of a command line, the environment and an optional `--config` file.
+
+        `overrides` are defaults of the caller that still yield to every source.
+
+        Raises:
+            ConfigError: unknown flag or name, or a value that does not parse.
+            SystemExit: after `--help` (code 0).
+        """
+        given, config_file = _parse_command_line(_normalise(argv), prog)
+        values: dict[str, Any] = dict(overrides or {})
+        config_file = config_file or environ.get("XLLM_CONFIG", "")
+        if config_file:
+            values.update(_read_config_file(config_file))
+        by_name = {item.name: item for item in dataclasses.fields(cls)}
+        values.update({name: environ[key] for name in by_name if (key := f"XLLM_{name.upper()}") in environ})
+        values.update(given)
+        hints = get_type_hints(cls)
+        return cls(**{name: _parse_value(by_name[name], hints[name], value) for name, value in values.items()})
+
+
+# ------------------------------------------------------------------------------------------------- values
+
+
+def _allowed(item: dataclasses.Field[Any], kind: type) -> str:
+    meta = item.metadata
+    if meta["choices"]:
+        return " | ".join(meta["choices"])
+    if kind is bool:
+        return "true | false"
+    words = {int: "an integer", float: "a number", str: "a text"}[kind]
+    low, high = meta["low"], meta["high"]
+    if low is not None and high is not None:
+        words += f" from {low:g} to {high:g}"
+    elif low is not None:
+        words += f" of at least {low:g}"
+    return words + (f" ({meta['unit']})" if meta["unit"] else "")
+
+
+def _check_value(item: dataclasses.Field[Any], kind: type, value: Any) -> None:
+    meta = item.metadata
+    good = isinstance(value, kind) or (kind is float and isinstance(value, int))
+    if kind is not bool and isinstance(value, bool):
+        good = False
+    if good and meta["choices"]:
+        good = value in meta["choices"]
+    if good and kind in (int, float):
+        good = value == value and (meta["low"] is None or value >= meta["low"])
+        good = good and (meta["high"] is None or value <= meta["high"])
+    if not good:
+        raise ConfigError(item.name, value, _allowed(item, kind))
+
+
+def _parse_value(item: dataclasses.Field[Any], kind: type, value: Any) -> Any:
+    if not isinstance(value, str) or kind is str:
+        return value
+    text = value.strip()
+    try:
+        if kind is bool:
+            return {"true": True, "false": False, "1": True, "0": False}[text.lower()]
+        if kind is int and item.metadata["unit"] == "bytes":
+            return _parse_bytes(text)
+        return kind(text)
+    except (KeyError, ValueError):
+        raise ConfigError(item.name, value, _allowed(item, kind)) from None
+
+
+def _parse_bytes(text: str) -> int:
+    """`4GB`, `512MiB` or a plain number; K, M, G are powers of 1024 as in Mooncake's flags."""
+    upper = text.upper().removesuffix("B").removesuffix("I")
+    factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}.get(upper[-1:], 1)
+    return int(float(upper[:-1]) * factor) if factor > 1 else int(upper)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of `host:port`. Raises ValueError when it is not of that form."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(address)
+    return host, int(port)
+
+
+def _check_address(name: str, address: str, allowed: str = "host:port") -> None:
+    try:
+        split_address(address)
+    except ValueError:
+        raise ConfigError(name, address, allowed) from None
+
+
+def _check_port_free(name: str, host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(name, f"{host}:{port}", f"an address that can be bound ({error.strerror})") from None
+
+
+def _has_rdma() -> bool:
+    folder = Path("/sys/class/infiniband")
+    return folder.is_dir() and any(folder.iterdir())
+
+
+# ----------------------------------------------------------------------------------------------- sources
+
+
+def _normalise(argv: Sequence[str]) -> Iterator[str]:
+    """`--some-flag` and `--no-some-flag` as `--some_flag` and `--some_flag=false`."""
+    names = {item.name for item in dataclasses.fields(EngineConfig)}
+    for word in argv:
+        if not word.startswith("--"):
+            yield word
+            continue
+        flag, equals, value = word[2:].partition("=")
+        flag = flag.replace("-", "_")
+        if flag not in names and flag.startswith("no_") and flag[3:] in names and not equals:
+            yield f"--{flag[3:]}=false"
+        else:
+            yield f"--{flag}{equals}{value}"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise ConfigError("command line", message, "see --help")
+
+
+def _parse_command_line(argv: Iterator[str], prog: str) -> tuple[dict[str, str], str]:
+    parser = _Parser(
+        prog=prog,
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=42, width=120),
+        description="One xllm_hier instance. Each flag is also a key of the --config file and, as XLLM_<NAME>, of the "
+        "environment.",
+    )
+    parser.add_argument("--config", default="", metavar="FILE", help="JSON or YAML file with the same names as keys")
+    groups: dict[str, Any] = {}
+    hints = get_type_hints(EngineConfig)
+    for item in dataclasses.fields(EngineConfig):
+        meta, kind = item.metadata, hints[item.name]
+        group = groups.setdefault(meta["group"], None) or parser.add_argument_group(meta["group"])
+        groups[meta["group"]] = group
+        shown = "|".join(meta["choices"]) or ("true|false" if kind is bool else (meta["unit"] or kind.__name__).upper())
+        default = str(item.default).lower() if kind is bool else (item.default if item.default != "" else "empty")
+        more: dict[str, Any] = {"nargs": "?", "const": "true"} if kind is bool else {}
+        group.add_argument(
+            f"--{item.name}",
+            metavar=shown,
+            default=argparse.SUPPRESS,
+            help=f"{meta['help']} (default: {default})".replace("%", "%%"),
+            **more,
+        )
+    namespace, unknown = parser.parse_known_args(list(argv))
+    if unknown:
+        raise ConfigError(unknown[0].lstrip("-").partition("=")[0], unknown[0], "a flag that --help lists")
+    values = vars(namespace)
+    return values, values.pop("config")
+
+
+def _read_config_file(path: str) -> dict[str, Any]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError("config", path, f"a readable file ({error.strerror})") from None
+    load: Callable[[str], Any] = json.loads
+    if not path.endswith(".json"):
+        import yaml  # PyYAML comes with transformers; only this path needs it
+
+        load = yaml.safe_load
+    try:
+        values = load(text)
+    except ValueError as error:
+        raise ConfigError("config", path, f"JSON or YAML ({error})") from None
+    except Exception as error:  # yaml.YAMLError has no import-free name here
+        raise ConfigError("config", path, f"JSON or YAML ({error})") from None
+    names = {item.name for item in dataclasses.fields(EngineConfig)}
+    if not isinstance(values, dict):
+        raise ConfigError("config", path, "a mapping of setting names to values")
+    for name in values:
+        if name not in names:
+            raise ConfigError(str(name), values[name], f"a setting that --help lists (in {path})")
+    return values

@@ -1,0 +1,1 @@
+"""The deciding process: scheduler, block books, prefetch results; plain Python, no torch."""

@@ -1,0 +1,334 @@
+"""The messages between api, engine and workers; each is complete in itself and packed by `wire`.
+
+Integer arrays are numpy int32 (`Ints`), so that a block table costs its bytes and not a list of objects. The worker
+keeps no block bookkeeping: whatever a plan needs, it carries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int32]
+
+
+def ints(values: Any) -> Ints:
+    """A one-dimensional int32 array of `values`, ready to travel as bytes."""
+    return np.asarray(values, dtype=np.int32)
+
+
+# ------------------------------------------------------------------------------------------ api -> engine
+
+
+@dataclass(frozen=True)
+class SamplingSpec:
+    """How the next token of a request is chosen.
+
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 and `min_p` 0 switch those filters off. `seed` is always set:
+    draw i of a request depends on (seed, i) only, so a resumed request draws what it would have drawn.
+    `num_logprobs`: None = none, 0 = of the chosen token only, n = of the n most likely too; of the distribution before
+    temperature and filters.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    num_logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class AddRequest:
+    """A tokenised request. `stop_token_ids` end it (the token is part of the output); `ignore_eos` disables
+    `eos_token_ids`. `prompt_logprobs` None = none, else as `num_logprobs`, for every prompt token but the first: such a
+    request computes its whole prompt. Smaller `priority` runs first. `cache_salt` separates name spaces of prefixes.
+    """
+
+    request_id: str
+    token_ids: Ints
+    sampling: SamplingSpec
+    max_tokens: int
+    min_tokens: int = 0
+    stop_token_ids: list[int] = field(default_factory=list)
+    eos_token_ids: list[int] = field(default_factory=list)
+    ignore_eos: bool = False
+    prompt_logprobs: int | None = None
+    cache_salt: str = ""
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class AbortRequest:
+    """The client is gone or has enough; legal in every state, unknown ids are ignored."""
+
+    request_id: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """A question or an order to the engine, answered by one `CallResult` with the same `call_id`.
+
+    `method`: `info` | `stats` | `clear_cache` (args: tiers) | `drain` (refuse new requests, answer when none is open).
+    """
+
+    call_id: int
+    method: str
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+# ------------------------------------------------------------------------------------------ engine -> api
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log probability of the chosen token and of the most likely ones, most likely first (ids and values in step)."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+@dataclass(frozen=True)
+class PromptUsage:
+    """Which tier paid for each prompt token: the four sum to the prompt's length (xLLM law A, DESIGN section 6)."""
+
+    device: int
+    host: int
+    store: int
+    computed: int
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """New tokens of one request, in order. `usage` comes with the first output; `prompt_logprobs` too when asked for.
+
+    `finish_reason`: None while running, else `stop` | `length` | `abort` | `error`. `stop_reason` is the stop token's
+    id when one of `stop_token_ids` ended it. `error` is a text for the user, with `error_status` as its HTTP status.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    usage: PromptUsage | None = None
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    error: str | None = None
+    error_status: int = 500
+
+
+@dataclass(frozen=True)
+class StepOutputs:
+    """All outputs of one engine step in one message."""
+
+    outputs: list[RequestOutput]
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """Answer to a `Call`; `error` None means it worked."""
+
+    call_id: int
+    value: dict[str, Any]
+    error: str | None = None
+
+
+# ---------------------------------------------------------------------------------------- engine -> worker
+
+
+@dataclass(frozen=True)
+class BlockMapping:
+    """Blocks to move between device and host of one BlockType: `device[i]` <-> `host[i]`, of content `hashes[i]`.
+
+    `hashes` is the concatenation of 16-byte block hashes.
+    """
+
+    block_type: str
+    device: Ints
+    host: Ints
+    hashes: bytes
+
+
+@dataclass(frozen=True)
+class PrefetchFromStorage:
+    """G2H batch: read logical blocks `hashes` of the store into `host`; answered by one `PrefetchAnswer`.
+
+    `offset` is the batch's first column in the request's result matrix.
+    """
+
+    prefetch_id: int
+    offset: int
+    block_type: str
+    host: Ints
+    hashes: bytes
+
+
+@dataclass(frozen=True)
+class TransferBlocks:
+    """Layered H2D load, registered before the forward that needs it; answered by one `TransferAck` at once.
+
+    `draft_mappings` travel under the same batch_id and synchroniser. Batch ids only grow; a live one is never reused.
+    """
+
+    batch_id: int
+    target_mappings: list[BlockMapping]
+    draft_mappings: list[BlockMapping] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class TransferKvBlocks:
+    """D2H2G write-back, ordered after every forward sent before it; answered by `OffloadCopied`, then `OffloadStored`.
+
+    `put` False keeps the blocks out of the store: what only a resumed sequence may read stays on the host.
+    """
+
+    transfer_id: int
+    target_mappings: list[BlockMapping]
+    draft_mappings: list[BlockMapping] = field(default_factory=list)
+    put: bool = True
+
+
+@dataclass(frozen=True)
+class PrefillSequence:
+    """Prompt tokens `start .. start + len(token_ids)` of one sequence, computed by the prefill path.
+
+    `block_table[i]` is the device block of positions i*block_size...; it covers at least start + len(token_ids) tokens.
+    KV is written only for positions >= `write_from`: a full hit computes its last token again without touching the
+    shared block. `sampling` None: nothing is sampled (the chunk is not the prompt's last). `draw` is the index of the
+    draw (number of tokens generated before). `prompt_logprobs`: as in AddRequest, for the tokens that follow each
+    position of this chunk; `next_token` is then the prompt's token after the chunk, -1 at the prompt's end.
+    """
+
+    start: int
+    token_ids: Ints
+    block_table: Ints
+    write_from: int
+    sampling: SamplingSpec | None = None
+    draw: int = 0
+    prompt_logprobs: int | None = None
+    next_token: int = -1
+
+
+@dataclass(frozen=True)
+class DecodeSequence:
+    """Generated tokens at positions `start ...`, computed by the decode path: one query row each over its own context.
+
+    More than one row: replay after preemption (all rows' KV is written before any attends). Only the last row's
+    logits are sampled, and only if `sampling` is given.
+    """
+
+    start: int
+    token_ids: Ints
+    block_table: Ints
+    sampling: SamplingSpec | None = None
+    draw: int = 0
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One step of the model. It waits, layer group by layer group, for every load sent before it that no forward has
+    attached yet; `batch_ids` names those the engine knows of, as a cross-check.
+    """
+
+    step_id: int
+    batch_ids: list[int]
+    prefill: list[PrefillSequence]
+    decode: list[DecodeSequence]
+
+
+@dataclass(frozen=True)
+class WorkerCall:
+    """An order to one worker outside of the plans: `stats` | `clear_store` | `stop`."""
+
+    call_id: int
+    method: str
+
+
+# ---------------------------------------------------------------------------------------- worker -> engine
+
+
+@dataclass(frozen=True)
+class WorkerReady:
+    """What a worker brings: sizes found after the model was loaded. `layout` is `CacheLayout` in plain form."""
+
+    rank: int
+    num_device_blocks: int
+    num_host_blocks: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    block_bytes: int
+    details: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PrefetchAnswer:
+    """Rank-local result of one G2H batch: one byte per logical block, 1 = whole and verified in `host`."""
+
+    prefetch_id: int
+    offset: int
+    rank: int
+    hits: bytes
+
+
+@dataclass(frozen=True)
+class TransferAck:
+    """A load is registered; the copy runs. `num_blocks` = blocks scheduled."""
+
+    batch_id: int
+    rank: int
+    num_blocks: int
+
+
+@dataclass(frozen=True)
+class OffloadCopied:
+    """D2H of a write-back has ended: device blocks may go. `num_blocks` is below what was asked when it failed."""
+
+    transfer_id: int
+    rank: int
+    num_blocks: int
+
+
+@dataclass(frozen=True)
+class OffloadStored:
+    """The store part of a write-back has ended, well or not: host blocks may be reused. `num_stored` counts logical
+    blocks with every object present; it is informative only."""
+
+    transfer_id: int
+    rank: int
+    num_stored: int
+
+
+@dataclass(frozen=True)
+class ForwardOutput:
+    """Answer to a Forward: one token per sequence that had `sampling`, prefill sequences first, in plan order.
+
+    `logprobs[i]` is None where the sequence did not ask. `prompt_logprobs` holds one list per prefill sequence that
+    asked. `failed_batches`: loads that this forward waited for in vain; what it computed from them is void.
+    `error`: the forward itself failed; nothing of it is valid.
+    """
+
+    step_id: int
+    rank: int
+    token_ids: Ints
+    logprobs: list[TokenLogprob | None]
+    prompt_logprobs: list[list[TokenLogprob]]
+    failed_batches: list[int]
+    compute_s: float
+    wait_s: float
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class WorkerResult:
+    """Answer to a WorkerCall."""
+
+    call_id: int
+    rank: int
+    value: dict[str, Any]

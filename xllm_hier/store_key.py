@@ -1,0 +1,58 @@
+"""The one place that builds a store key: engine, worker, service and tools all call this.
+
+Non-MLA: `xllm-kv-v3:<model_id>:<key_component>:<tp_size>:<block_type>:<tp_rank>:<schema_hash>:<block_hash>`.
+Free texts (model_id, key_component) are `<length>.<text>`, percent-encoded where not plain printable ASCII, so that no
+choice of names makes two keys equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from urllib.parse import quote
+
+from .block import BlockType
+
+NAME_SPACE = "xllm-kv-v3"
+MAIN = "main"
+
+
+def _text(value: str) -> str:
+    encoded = quote(value, safe="/:.-_+@= ").replace(" ", "%20")
+    return f"{len(encoded)}.{encoded}"
+
+
+def draft_component(algorithm: str, draft_path: str = "") -> str:
+    """`key_component` of a draft's caches: embedded without a path, else folder name and digest of the real path."""
+    if not draft_path:
+        return f"spec_draft::{algorithm}::embedded"
+    path = os.path.normpath(os.path.abspath(draft_path))
+    digest = hashlib.blake2b(path.encode(), digest_size=8).hexdigest()
+    return f"spec_draft::{algorithm}::{os.path.basename(path)}::{digest}"
+
+
+def key_prefix(
+    model_id: str,
+    key_component: str,
+    block_type: BlockType,
+    schema_hash: str,
+    *,
+    tp_size: int,
+    tp_rank: int,
+    mla: bool = False,
+) -> str:
+    """All of a key but its last field; append `block_hash.hex()`. MLA keys carry no topology: all ranks share them."""
+    topology = f"mla:{block_type.value}" if mla else f"{tp_size}:{block_type.value}:{tp_rank}"
+    return f"{NAME_SPACE}:{_text(model_id)}:{_text(key_component)}:{topology}:{schema_hash}:"
+
+
+def name_space_regex(model_id: str) -> str:
+    """Regular expression that matches every key of one model, for removing them from the store."""
+    special = set(".^$*+?()[]{}|\\")
+    prefix = f"{NAME_SPACE}:{_text(model_id)}:"
+    return "^" + "".join(f"\\{char}" if char in special else char for char in prefix) + ".*"
+
+
+def group_id(model_id: str, block_type: BlockType, block_hash: bytes) -> str:
+    """Mooncake group of all physical objects of one logical block: they are leased and evicted together."""
+    return f"{NAME_SPACE}:{_text(model_id)}:{block_type.value}:{block_hash.hex()}"
