@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -302,7 +303,7 @@ def _check_value(item: dataclasses.Field[Any], kind: type, value: Any) -> None:
     if good and meta["choices"]:
         good = value in meta["choices"]
     if good and kind in (int, float):
-        good = value == value and (meta["low"] is None or value >= meta["low"])
+        good = not math.isnan(value) and (meta["low"] is None or value >= meta["low"])
         good = good and (meta["high"] is None or value <= meta["high"])
     if not good:
         raise ConfigError(item.name, value, _allowed(item, kind))

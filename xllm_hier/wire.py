@@ -81,7 +81,7 @@ def unpack(data: bytes) -> Any:
 
 def open_socket(context: zmq.Context[Any], address: str, *, bind: bool) -> zmq.Socket[Any]:
     """A PAIR socket without bounds on its queue and without lingering; one side binds, the other connects."""
-    socket = context.socket(zmq.PAIR)
+    socket: zmq.Socket[Any] = context.socket(zmq.PAIR)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 500)

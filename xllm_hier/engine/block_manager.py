@@ -1,0 +1,610 @@
+"""HierarchyBlockManagerPool: who holds which block in which tier, and every plan that moves blocks between tiers.
+
+The three phases of the specification are `prefetch_from_storage` / `update_prefetch_result` (G2H), `allocate` /
+`transfer_blocks` (H2D), and `deallocate` / `transfer_offload_blocks` (D2H2G). Every transfer begins with its blocks
+pinned and ends in one method that commits or rolls back: `_finish_prefetch`, `finish_step`, `_finish_copy`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ..block import BlockType, common_boundary
+from ..plans import (
+    BlockMapping,
+    OffloadCopied,
+    OffloadStored,
+    PrefetchAnswer,
+    PrefetchFromStorage,
+    PromptUsage,
+    TransferAck,
+    TransferBlocks,
+    TransferKvBlocks,
+    ints,
+)
+from .block_pool import BlockPool
+from .prefetch import PrefetchResult
+from .sequence import Sequence
+
+log = logging.getLogger("xllm.engine")
+
+PREFETCH_SHARE = 0.5  # of the host pool may be read targets at once: a slow store must not starve write-backs
+PREFETCH_DEPTH = 2  # batches in flight per request: one is read while the answer to the other travels
+
+
+class WorkerLink(Protocol):
+    """The way to all workers: what is sent first arrives first."""
+
+    num_workers: int
+
+    def broadcast(self, message: Any) -> None:
+        """Send one plan to every worker."""
+
+
+@dataclass(eq=False)
+class _Prefetch:
+    """One G2H operation: block `indices[c]` of the sequence is column c of the result, read into `targets[c]`."""
+
+    prefetch_id: int
+    sequence: Sequence
+    indices: list[int]
+    result: PrefetchResult
+    targets: list[int] = field(default_factory=list)
+    last_progress: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True)
+class _Load:
+    """One H2D block of a registered batch; the host block is pinned until the forward that waits for it returns."""
+
+    host: int
+    device: int
+    block_hash: bytes
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """One D2H block on its way: both blocks carry one reference of this pair."""
+
+    device: int
+    host: int
+    block_hash: bytes
+    parent_hash: bytes
+    put: bool
+
+
+@dataclass(eq=False)
+class _Offload:
+    """A D2H2G plan under way and which ranks have answered its two parts."""
+
+    pairs: list[_Pair]
+    copied: dict[int, int] = field(default_factory=dict)
+    stored: set[int] = field(default_factory=set)
+    published: bool = False
+    started: float = field(default_factory=time.monotonic)
+
+
+class HierarchyBlockManagerPool:
+    """Device and host blocks of one instance.
+
+    `num_host_blocks` 0 switches the host tier off, `store_enabled` False the store, `enable_prefix_cache` False all
+    reuse. `prefetch_timeout_ms` and `prefetch_batch_size` are the settings of those names.
+    """
+
+    def __init__(
+        self,
+        link: WorkerLink,
+        *,
+        num_device_blocks: int,
+        num_host_blocks: int,
+        block_size: int,
+        enable_prefix_cache: bool = True,
+        store_enabled: bool = False,
+        decode_kv_reuse: str = "canonical",
+        prefetch_batch_size: int = 8,
+        prefetch_timeout_ms: int = 30000,
+    ) -> None:
+        self.link = link
+        self.block_size = block_size
+        self.device = BlockPool(num_device_blocks)
+        self.host = BlockPool(num_host_blocks)
+        self.prefix_cache = enable_prefix_cache
+        self.store_enabled = store_enabled and num_host_blocks > 0
+        self.decode_kv_reuse = decode_kv_reuse
+        self.prefetch_batch_size = prefetch_batch_size
+        self.prefetch_timeout_ms = prefetch_timeout_ms
+        self._next_id = 1
+        self._prefetches: dict[int, _Prefetch] = {}
+        self._prefetch_of: dict[Sequence, _Prefetch] = {}
+        self._fetching: dict[bytes, _Prefetch] = {}
+        self._awaited: dict[Sequence, _Prefetch] = {}
+        self._num_prefetch_targets = 0
+        self._filling: dict[bytes, Sequence] = {}
+        self._planned_loads: list[_Load] = []
+        self._batches: dict[int, list[_Load]] = {}
+        self._failed_acks: set[int] = set()
+        self._pairs: list[_Pair] = []
+        self._offloading: set[bytes] = set()
+        self._offloads: dict[int, _Offload] = {}
+        self.num_failed_offloads = 0
+        self.num_failed_loads = 0
+        self.num_prefetch_timeouts = 0
+        self.prefix_tokens = {"device": 0, "host": 0, "store": 0, "computed": 0}
+
+    def _new_id(self) -> int:
+        self._next_id += 1
+        return self._next_id
+
+    # ------------------------------------------------------------------------------------------ the prefix
+
+    def _num_candidates(self, sequence: Sequence) -> int:
+        """Full blocks of the known tokens that could spare computing anything."""
+        if not self.prefix_cache:
+            return 0
+        limit = sequence.reuse_limit
+        if sequence.num_generated:
+            return limit // self.block_size  # the decode path writes its last row: not into a shared block
+        return min(len(sequence.tokens) // self.block_size, -(-limit // self.block_size))
+
+    def _host_block(self, sequence: Sequence, index: int) -> int | None:
+        mounted = sequence.mounted.get(index)
+        return mounted if mounted is not None else self.host.find(sequence.hash_of(index))
+
+    def _num_restorable(self, sequence: Sequence) -> int:
+        """Blocks up to the boundary that device and host can provide together."""
+        present = []
+        for index in range(self._num_candidates(sequence)):
+            here = (
+                self.device.find(sequence.hash_of(index)) is not None or self._host_block(sequence, index) is not None
+            )
+            present.append(here)
+            if not here:
+                break
+        return common_boundary({BlockType.KV: present}, {BlockType.KV: self.block_size}) // self.block_size
+
+    def match(self, sequence: Sequence) -> int:
+        """Tokens that `allocate` would take from device and host now; nothing is changed."""
+        return min(self._num_restorable(sequence) * self.block_size, sequence.reuse_limit)
+
+    def is_being_computed(self, sequence: Sequence) -> bool:
+        """The first block `sequence` misses is being computed by a running one: waiting for it costs less."""
+        index = self._num_restorable(sequence)
+        if index >= self._num_candidates(sequence):
+            return False
+        owner = self._filling.get(sequence.hash_of(index))
+        return owner is not None and owner is not sequence
+
+    # ------------------------------------------------------------------------------- phase 1: G2H prefetch
+
+    def prefetch_from_storage(self, sequence: Sequence) -> bool:
+        """Begin to read what device and host lack of the prompt; False when there is nothing to wait for.
+
+        When another request reads the same blocks already, this one waits for that read and then looks again.
+        """
+        if not self.store_enabled:
+            return False
+        holes = []
+        for index in range(self._num_candidates(sequence)):
+            block_hash = sequence.hash_of(index)
+            running = self._fetching.get(block_hash)
+            if running is not None:
+                self._awaited[sequence] = running
+                return True
+            if self.device.find(block_hash) is None and self.host.find(block_hash) is None:
+                holes.append(index)
+        self._mount(sequence)
+        if not holes:
+            return False
+        result = PrefetchResult(self.link.num_workers, len(holes), self.prefetch_batch_size, self.prefetch_timeout_ms)
+        operation = _Prefetch(self._new_id(), sequence, holes, result)
+        self._prefetches[operation.prefetch_id] = operation
+        self._prefetch_of[sequence] = operation
+        for index in holes:
+            self._fetching.setdefault(sequence.hash_of(index), operation)
+        self._issue(operation)
+        return True
+
+    def _mount(self, sequence: Sequence) -> None:
+        """Pin the host blocks that the device lacks, so that they are still there when the sequence is scheduled."""
+        for index in range(self._num_candidates(sequence)):
+            block_hash = sequence.hash_of(index)
+            block = self.host.find(block_hash)
+            if block is not None and index not in sequence.mounted and self.device.find(block_hash) is None:
+                self.host.pin(block)
+                sequence.mounted[index] = block
+
+    def _issue(self, operation: _Prefetch) -> None:
+        """Send batches until enough are in flight. Targets are reserved batch by batch, so that a prompt the store
+        has never seen evicts no more than its first batches' worth of host blocks."""
+        result, sequence = operation.result, operation.sequence
+        while result.num_in_flight < PREFETCH_DEPTH:
+            share_left = int(self.host.num_blocks * PREFETCH_SHARE) - self._num_prefetch_targets
+            batch = result.next_batch(min(share_left, self.host.num_available))
+            if batch is None:
+                return
+            offset, length = batch
+            targets = self.host.allocate(length)
+            if targets is None:  # what is evictable lies under pinned blocks
+                for rank in range(result.num_workers):
+                    result.record(rank, offset, b"")
+                return
+            operation.targets.extend(targets)
+            self._num_prefetch_targets += length
+            columns = operation.indices[offset : offset + length]
+            hashes = b"".join(sequence.hash_of(index) for index in columns)
+            self.link.broadcast(
+                PrefetchFromStorage(operation.prefetch_id, offset, BlockType.KV.value, ints(targets), hashes)
+            )
+
+    def on_prefetch_answer(self, answer: PrefetchAnswer) -> None:
+        """Take a worker's bitmap; an answer nobody waits for is logged and ignored."""
+        operation = self._prefetches.get(answer.prefetch_id)
+        if operation is None or not operation.result.record(answer.rank, answer.offset, answer.hits):
+            log.warning(
+                "ignored a prefetch answer of rank %d for %d at %d", answer.rank, answer.prefetch_id, answer.offset
+            )
+            return
+        operation.last_progress = time.monotonic()
+        self._issue(operation)
+
+    def update_prefetch_result(self, sequence: Sequence) -> bool:
+        """True when nothing of the store is pending for this sequence: its hits are mounted, it may be scheduled."""
+        awaited = self._awaited.get(sequence)
+        if awaited is not None:
+            if awaited.prefetch_id in self._prefetches:
+                return sequence.aborted and self._forget_awaited(sequence)
+            self._forget_awaited(sequence)
+            return sequence.aborted or not self.prefetch_from_storage(sequence)
+        operation = self._prefetch_of.get(sequence)
+        if operation is None:
+            return True
+        if sequence.aborted:
+            operation.result.request_stop()
+        self._issue(operation)  # also where the time limit is noticed
+        if not operation.result.completed():
+            return False
+        self._finish_prefetch(operation)
+        return True
+
+    def _forget_awaited(self, sequence: Sequence) -> bool:
+        del self._awaited[sequence]
+        return True
+
+    def _finish_prefetch(self, operation: _Prefetch) -> None:
+        """Publish the hits to the host prefix, release the misses, keep mounted what is contiguous."""
+        sequence = operation.sequence
+        del self._prefetches[operation.prefetch_id]
+        del self._prefetch_of[sequence]
+        for index in operation.indices:
+            if self._fetching.get(sequence.hash_of(index)) is operation:
+                del self._fetching[sequence.hash_of(index)]
+        self.num_prefetch_timeouts += operation.result.timed_out
+        self._num_prefetch_targets -= len(operation.targets)
+        missed = []
+        for index, target, hit in zip(
+            operation.indices, operation.targets, operation.result.merged_hits(), strict=False
+        ):
+            if hit:
+                self.host.publish(target, sequence.hash_of(index), sequence.parent_of(index))
+                sequence.mounted[index] = target
+                sequence.from_store.add(index)
+            else:
+                missed.append(target)
+        self.host.unpin(missed)
+        boundary = 0 if sequence.aborted else self._num_restorable(sequence)
+        beyond = [index for index in sequence.mounted if index >= boundary]
+        self.host.unpin(sequence.mounted.pop(index) for index in beyond)
+
+    # ------------------------------------------------------------------------ phase 2: allocation and H2D
+
+    def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Device blocks for the first `num_tokens` tokens; on a sequence without blocks, the cached prefix first.
+
+        Joins device prefix and mounted host prefix, reserves host blocks for the later write-back (best effort, all or
+        none), publishes the metadata of restored blocks up to the token cursor, and plans their load. False and
+        nothing changed when the device has not enough blocks.
+        """
+        restored: list[tuple[int | None, int | None]] = []
+        if not sequence.probed:
+            restored = self._pin_prefix(sequence)
+        held = len(sequence.device_blocks) + len(restored)
+        num_loads = sum(device is None for device, _ in restored)
+        num_new = max(0, -(-num_tokens // self.block_size) - held)
+        blocks = self.device.allocate(num_loads + num_new)
+        if blocks is None:
+            self._unpin_prefix(restored)
+            return False
+        if not sequence.probed:
+            self._join_prefix(sequence, restored, blocks[:num_loads])
+        sequence.device_blocks.extend(blocks[num_loads:])
+        self._reserve_host_targets(sequence, num_tokens)
+        return True
+
+    def _pin_prefix(self, sequence: Sequence) -> list[tuple[int | None, int | None]]:
+        """(device block, None) or (None, host block) for each restorable block, each with one more reference."""
+        found: list[tuple[int | None, int | None]] = []
+        for index in range(self._num_restorable(sequence)):
+            device = self.device.find(sequence.hash_of(index))
+            host = self._host_block(sequence, index) if device is None else None
+            if device is not None:
+                self.device.pin(device)
+            elif host is not None:
+                self.host.pin(host)
+            found.append((device, host))
+        return found
+
+    def _unpin_prefix(self, restored: Iterable[tuple[int | None, int | None]]) -> None:
+        restored = list(restored)
+        self.device.unpin(device for device, _ in restored if device is not None)
+        self.host.unpin(host for _, host in restored if host is not None)
+
+    def _join_prefix(
+        self, sequence: Sequence, restored: list[tuple[int | None, int | None]], targets: list[int]
+    ) -> None:
+        free_targets = iter(targets)
+        for index, (device, host) in enumerate(restored):
+            block = next(free_targets) if device is None else device
+            if host is not None:
+                self._planned_loads.append(_Load(host, block, sequence.hash_of(index)))
+                self.device.publish(block, sequence.hash_of(index), sequence.parent_of(index))
+            sequence.device_blocks.append(block)
+        self.host.unpin(sequence.mounted.values())
+        sequence.mounted.clear()
+        num_hit_tokens = min(len(restored) * self.block_size, sequence.reuse_limit) if restored else 0
+        sequence.num_computed = num_hit_tokens
+        sequence.write_from = len(restored) * self.block_size
+        sequence.num_published = len(restored)
+        sequence.probed = True
+        self._account(sequence, restored, num_hit_tokens)
+        if self.prefix_cache:
+            for index in range(len(restored), sequence.prompt_length // self.block_size):
+                self._filling.setdefault(sequence.hash_of(index), sequence)
+
+    def _account(self, sequence: Sequence, restored: list[tuple[int | None, int | None]], num_hit_tokens: int) -> None:
+        """Which tier pays for which prompt token; once per request, a resumed one keeps its first account."""
+        if sequence.usage is not None:
+            return
+        paid = {"device": 0, "host": 0, "store": 0}
+        for index, (device, _) in enumerate(restored):
+            tokens = min(self.block_size, num_hit_tokens - index * self.block_size)
+            tier = "device" if device is not None else "store" if index in sequence.from_store else "host"
+            paid[tier] += tokens
+        computed = sequence.prompt_length - num_hit_tokens
+        sequence.usage = PromptUsage(paid["device"], paid["host"], paid["store"], computed)
+        for tier, tokens in (*paid.items(), ("computed", computed)):
+            self.prefix_tokens[tier] += tokens
+
+    def _reserve_host_targets(self, sequence: Sequence, num_tokens: int) -> None:
+        last = min(num_tokens, sequence.prompt_length) // self.block_size
+        wanted = [
+            index
+            for index in range(sequence.num_published, last if self.prefix_cache and self.host.num_blocks else 0)
+            if index not in sequence.host_targets
+            and (block_hash := sequence.hash_of(index)) not in self._offloading
+            and self.host.find(block_hash) is None
+        ]
+        targets = self.host.allocate(len(wanted))
+        if targets is not None:
+            sequence.host_targets.update(zip(wanted, targets, strict=True))
+
+    def transfer_blocks(self) -> list[int]:
+        """Send the load planned since the last call; its batch ids (none or one) go into the next Forward."""
+        if not self._planned_loads:
+            return []
+        batch_id, loads = self._new_id(), self._planned_loads
+        self._planned_loads = []
+        self._batches[batch_id] = loads
+        mapping = _mapping((load.device, load.host, load.block_hash) for load in loads)
+        self.link.broadcast(TransferBlocks(batch_id, [mapping]))
+        return [batch_id]
+
+    def on_transfer_ack(self, ack: TransferAck) -> None:
+        """A worker registered a load; a wrong block count makes the batch a failed one."""
+        loads = self._batches.get(ack.batch_id)
+        if loads is not None and ack.num_blocks != len(loads):
+            log.error("rank %d registered %d of %d blocks to load", ack.rank, ack.num_blocks, len(loads))
+            self._failed_acks.add(ack.batch_id)
+
+    def finish_step(self, batch_ids: Iterable[int], failed: Iterable[int]) -> set[int]:
+        """The forward that waited for these loads has returned. Returns the device blocks whose load failed: they and
+        their host sources are withdrawn from the prefix, and who holds them must compute again."""
+        bad: set[int] = set()
+        failed = set(failed)
+        for batch_id in batch_ids:
+            loads = self._batches.pop(batch_id)
+            if batch_id in failed or batch_id in self._failed_acks:
+                self.num_failed_loads += 1
+                bad.update(load.device for load in loads)
+                for load in loads:
+                    self.host.withdraw(load.host)
+            self.host.unpin(load.host for load in loads)
+        self._failed_acks.clear()
+        for block in bad:
+            self.device.withdraw(block)
+        return bad
+
+    # ----------------------------------------------------------------------------- phase 3: D2H2G write-back
+
+    def publish_computed(self, sequence: Sequence) -> None:
+        """Offer the blocks completed by the last forward to the device prefix and queue their write-back."""
+        self._publish(sequence, self._num_publishable(sequence), put=True)
+
+    def _num_publishable(self, sequence: Sequence) -> int:
+        complete = sequence.num_computed // self.block_size
+        if sequence.tag_decoded:  # decoded blocks are not what a prompt of these tokens would compute
+            complete = min(complete, sequence.prompt_length // self.block_size)
+        return complete
+
+    def _publish(self, sequence: Sequence, end: int, *, put: bool) -> None:
+        if not self.prefix_cache:
+            return
+        for index in range(sequence.num_published, end):
+            block, block_hash = sequence.device_blocks[index], sequence.hash_of(index)
+            self.device.publish(block, block_hash, sequence.parent_of(index))
+            if self._filling.get(block_hash) is sequence:
+                del self._filling[block_hash]
+            self._queue_offload(sequence, index, put)
+        sequence.num_published = max(sequence.num_published, end)
+
+    def _queue_offload(self, sequence: Sequence, index: int, put: bool) -> None:
+        target = sequence.host_targets.pop(index, None)
+        block_hash = sequence.hash_of(index)
+        if self.host.find(block_hash) is not None or block_hash in self._offloading:
+            if target is not None:
+                self.host.unpin([target])
+            return
+        if target is None:
+            targets = self.host.allocate(1)
+            if targets is None:
+                return
+            target = targets[0]
+        block = sequence.device_blocks[index]
+        self.device.pin(block)
+        self._offloading.add(block_hash)
+        self._pairs.append(_Pair(block, target, block_hash, sequence.parent_of(index), put))
+
+    def begin_canonical(self, sequence: Sequence) -> bool:
+        """Prepare a finished sequence to have its decoded blocks computed once more as a prompt; False when none is
+        worth it. The sequence keeps its blocks; positions before `canonical_end` will be computed."""
+        first = sequence.prompt_length // self.block_size
+        end = len(sequence.tokens) // self.block_size
+        if (
+            not self.prefix_cache
+            or self.decode_kv_reuse != "canonical"
+            or end <= first
+            or sequence.num_published < first
+        ):
+            return False
+        missing = end - len(sequence.device_blocks)
+        if missing > 0:
+            blocks = self.device.allocate(missing)
+            if blocks is None:
+                return False
+            sequence.device_blocks.extend(blocks)
+        sequence.use_canonical_hashes()
+        while first < end and (same := self.device.find(sequence.hash_of(first))) is not None:
+            self.device.pin(same)  # somebody had the same conversation: go on from their block
+            self.device.unpin([sequence.device_blocks[first]])
+            sequence.replace_block(first, same)
+            first += 1
+        if first == end:
+            return False
+        sequence.num_published = first
+        sequence.num_computed = first * self.block_size
+        sequence.write_from = max(first * self.block_size, sequence.prompt_length)
+        sequence.canonical_end = end * self.block_size
+        for index in range(first, end):
+            self._filling.setdefault(sequence.hash_of(index), sequence)
+        return True
+
+    def deallocate(self, sequence: Sequence, *, resume: bool = False) -> None:
+        """Give back all blocks of a sequence; queued write-backs keep their own references.
+
+        `resume`: the sequence was preempted, so its complete decoded blocks are offloaded too, to the host only.
+        """
+        if resume:
+            self._publish(sequence, sequence.num_computed // self.block_size, put=not sequence.tag_decoded)
+        if sequence in self._prefetch_of or sequence in self._awaited:
+            raise RuntimeError("a sequence is deallocated only after its prefetch ended")
+        for block_hash in sequence.hashes:
+            if self._filling.get(block_hash) is sequence:
+                del self._filling[block_hash]
+        self.device.unpin(sequence.device_blocks)
+        self.host.unpin(sequence.mounted.values())
+        self.host.unpin(sequence.host_targets.values())
+        sequence.forget_blocks()
+
+    def transfer_offload_blocks(self) -> None:
+        """Send the write-backs queued since the last call."""
+        pairs, self._pairs = self._pairs, []
+        for put in (True, False):
+            chosen = [pair for pair in pairs if pair.put is put]
+            if not chosen:
+                continue
+            transfer_id = self._new_id()
+            self._offloads[transfer_id] = _Offload(chosen)
+            mapping = _mapping((pair.device, pair.host, pair.block_hash) for pair in chosen)
+            self.link.broadcast(TransferKvBlocks(transfer_id, [mapping], put=put))
+
+    def on_offload_copied(self, answer: OffloadCopied) -> None:
+        """One rank's D2H has ended; with the last one the host prefix is published or the host blocks are released."""
+        offload = self._offloads.get(answer.transfer_id)
+        if offload is None or answer.rank in offload.copied:
+            log.warning("ignored an offload answer of rank %d for %d", answer.rank, answer.transfer_id)
+            return
+        offload.copied[answer.rank] = answer.num_blocks
+        if len(offload.copied) == self.link.num_workers:
+            self._finish_copy(answer.transfer_id, offload)
+
+    def _finish_copy(self, transfer_id: int, offload: _Offload) -> None:
+        complete = all(count == len(offload.pairs) for count in offload.copied.values())
+        self.device.unpin(pair.device for pair in offload.pairs)
+        for pair in offload.pairs:
+            self._offloading.discard(pair.block_hash)
+            if complete:
+                self.host.publish(pair.host, pair.block_hash, pair.parent_hash)
+        offload.published = complete
+        if not complete:
+            self.num_failed_offloads += 1
+            log.error("a write-back of %d blocks failed: %s of ranks", len(offload.pairs), offload.copied)
+        self._finish_offload(transfer_id, offload)
+
+    def on_offload_stored(self, answer: OffloadStored) -> None:
+        """One rank's store writes have ended, well or not: with the last one the host blocks may be reused."""
+        offload = self._offloads.get(answer.transfer_id)
+        if offload is not None:
+            offload.stored.add(answer.rank)
+            self._finish_offload(answer.transfer_id, offload)
+
+    def _finish_offload(self, transfer_id: int, offload: _Offload) -> None:
+        if len(offload.copied) == self.link.num_workers == len(offload.stored):
+            self.host.unpin(pair.host for pair in offload.pairs)
+            del self._offloads[transfer_id]
+
+    # ---------------------------------------------------------------------------------------- the whole
+
+    @property
+    def num_offloads(self) -> int:
+        """Write-backs under way or queued; while there are some, more device or host blocks will become free."""
+        return len(self._offloads) + bool(self._pairs)
+
+    @property
+    def offload_pins_device(self) -> bool:
+        """A write-back still has to copy from device blocks."""
+        return bool(self._pairs) or any(len(o.copied) < self.link.num_workers for o in self._offloads.values())
+
+    @property
+    def busy(self) -> bool:
+        """Some transfer is planned or under way."""
+        return bool(self._prefetches or self._batches or self._planned_loads or self.num_offloads)
+
+    def oldest_transfer_s(self) -> float:
+        """Age in seconds of the transfer that has waited longest for an answer; 0 when none is under way."""
+        starts = [operation.last_progress for operation in self._prefetches.values() if operation.result.num_in_flight]
+        starts += [offload.started for offload in self._offloads.values()]
+        return time.monotonic() - min(starts) if starts else 0.0
+
+    def clear(self, tier: str) -> int:
+        """Forget what `tier` (device | host) could serve; blocks in use stay until released. Returns how many."""
+        return {"device": self.device, "host": self.host}[tier].clear()
+
+    def check(self) -> None:
+        """Raise InvariantError unless every pool's books balance."""
+        self.device.check()
+        self.host.check()
+
+    def block_counts(self) -> dict[str, dict[str, dict[str, int]]]:
+        """{tier: {type: {free, pinned, evictable}}} for metrics."""
+        return {
+            tier: {BlockType.KV.value: {"free": p.num_free, "pinned": p.num_pinned, "evictable": p.num_evictable}}
+            for tier, p in (("device", self.device), ("host", self.host))
+        }
+
+
+def _mapping(rows: Iterable[tuple[int, int, bytes]]) -> BlockMapping:
+    device, host, hashes = zip(*rows, strict=True)
+    return BlockMapping(BlockType.KV.value, ints(device), ints(host), b"".join(hashes))

@@ -1,0 +1,397 @@
+"""The engine process: one loop that takes messages, schedules a step, awaits it, and sends what came of it.
+
+While a forward runs the loop goes on serving everything that does not need it: new requests begin their prefetch,
+prefetch batches follow each other, write-backs end.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+
+from .. import __version__
+from ..config import EngineConfig
+from ..errors import EngineDeadError, XllmError
+from ..plans import (
+    AbortRequest,
+    AddRequest,
+    Call,
+    CallResult,
+    ForwardOutput,
+    OffloadCopied,
+    OffloadStored,
+    PrefetchAnswer,
+    StepOutputs,
+    TransferAck,
+    WorkerCall,
+    WorkerReady,
+    WorkerResult,
+)
+from ..wire import Channel, Deadline
+from .block_manager import HierarchyBlockManagerPool
+from .remote_worker import POLL_S, RemoteWorkers
+from .scheduler import Scheduler, Step
+
+log = logging.getLogger("xllm.engine")
+
+IDLE_WAIT_S = 0.2
+STALLED_WAIT_S = 0.02  # work is queued but waits for blocks or a prefetch: look again soon
+CALL_LIMIT_S = 30.0
+SETTLE_LIMIT_S = 5.0  # a clear waits so long for transfers to end before it takes what there is
+
+
+def api_address(run_dir: str) -> str:
+    """Where the engine of an instance listens for its one client."""
+    return f"ipc://{run_dir}/api"
+
+
+@dataclass(eq=False)
+class _WorkerQuestion:
+    """A WorkerCall on its way round; `done` gets one value per rank, or what there is when the time is over."""
+
+    done: Callable[[dict[int, dict[str, Any]]], None]
+    values: dict[int, dict[str, Any]] = field(default_factory=dict)
+    deadline: Deadline = field(default_factory=lambda: Deadline(CALL_LIMIT_S))
+
+
+class EngineCore:
+    """Scheduler, block books and channels of one instance, tied together by `run`."""
+
+    def __init__(self, config: EngineConfig, api: Channel, workers: RemoteWorkers, ready: list[WorkerReady]) -> None:
+        self.config = config
+        self.api = api
+        self.workers = workers
+        first = ready[0]
+        self.block_size = int(first.details["block_size"])
+        num_device_blocks = min(answer.num_device_blocks for answer in ready)
+        self.manager = HierarchyBlockManagerPool(
+            workers,
+            num_device_blocks=num_device_blocks,
+            num_host_blocks=min(answer.num_host_blocks for answer in ready),
+            block_size=self.block_size,
+            enable_prefix_cache=config.enable_prefix_cache,
+            store_enabled=config.enable_kvcache_store,
+            decode_kv_reuse=config.decode_kv_reuse,
+            prefetch_batch_size=config.prefetch_batch_size,
+            prefetch_timeout_ms=config.prefetch_timeout,
+        )
+        self.scheduler = Scheduler(
+            self.manager,
+            max_tokens=config.max_tokens_per_batch,
+            max_seqs=config.max_seqs_per_batch,
+            chunk_tokens=config.chunk_tokens,
+        )
+        self.max_model_len = min(first.max_model_len, num_device_blocks * self.block_size)
+        self.vocab_size = first.vocab_size
+        self.ready = ready
+        self._forward_outputs: dict[int, ForwardOutput] = {}
+        self._questions: dict[int, _WorkerQuestion] = {}
+        self._next_question = 0
+        self._clears: list[tuple[Call, Deadline]] = []
+        self._drains: list[Call] = []
+        self._draining = False
+        self._stop = False
+        self._started = time.monotonic()
+        self._num_steps = 0
+        self._compute_s = self._wait_s = 0.0
+        self._worker_stats: dict[str, Any] = {"store_state": first.details.get("store_state", "detached")}
+
+    # ------------------------------------------------------------------------------------------------ loop
+
+    def run(self) -> None:
+        """Serve until `stop`; raises EngineDeadError when a worker died or hangs, after answering open requests."""
+        try:
+            stalled = False
+            while not self._stop:
+                self._receive(self._patience(stalled))
+                self.scheduler.poll_prefetches()
+                step = self.scheduler.schedule()
+                stalled = step is None
+                if step is not None:
+                    self._run_step(step)
+                self.manager.transfer_offload_blocks()
+                self._send_outputs()
+                self._settle()
+        except EngineDeadError as error:
+            log.error("%s: open requests are answered, the instance ends", error)
+            self.scheduler.fail_all(str(error), 503)
+            self._send_outputs()
+            raise
+
+    def stop(self) -> None:
+        """End the loop after the current step."""
+        self._stop = True
+
+    def _patience(self, stalled: bool) -> float:
+        if self.scheduler.has_work and not stalled:
+            return 0.0
+        return STALLED_WAIT_S if self.scheduler.has_work or self.scheduler.prefetching else IDLE_WAIT_S
+
+    def _run_step(self, step: Step) -> None:
+        self.workers.broadcast(step.plan)
+        output = self._await_forward(step.plan.step_id)
+        self._num_steps += 1
+        self._compute_s += output.compute_s
+        self._wait_s += output.wait_s
+        if output.error is None:
+            self.scheduler.finish(step, output)
+        else:
+            log.error("step %d failed: %s", step.plan.step_id, output.error)
+            self.scheduler.fail_step(step, f"the model's forward failed: {output.error}")
+
+    def _await_forward(self, step_id: int) -> ForwardOutput:
+        deadline = Deadline(self.config.worker_timeout_s)
+        while len(self._forward_outputs) < self.workers.num_workers:
+            self._receive(POLL_S)
+            if deadline.passed():
+                silent = sorted(set(range(self.workers.num_workers)) - set(self._forward_outputs))
+                raise EngineDeadError(f"worker {silent} gave no answer within {self.config.worker_timeout_s:g} s")
+        outputs, self._forward_outputs = self._forward_outputs, {}
+        if any(output.step_id != step_id for output in outputs.values()):
+            raise EngineDeadError(f"a worker answered another step than {step_id}")
+        failed = sorted({batch for output in outputs.values() for batch in output.failed_batches})
+        outputs[0].failed_batches[:] = failed
+        for output in outputs.values():
+            if output.error is not None:
+                return output
+        return outputs[0]
+
+    # -------------------------------------------------------------------------------------------- messages
+
+    def _receive(self, timeout_s: float) -> None:
+        """Handle every message that is there; wait up to `timeout_s` for the first."""
+        for answer in self.workers.receive(timeout_s, also=self.api):
+            self._on_worker(answer)
+        while (message := self.api.receive(0)) is not None:
+            self._on_api(message)
+        self.workers.check_alive()
+        if self.api.peer_gone():
+            log.info("the client of this engine is gone: stopping")
+            self._stop = True
+        if self.manager.oldest_transfer_s() > self.config.worker_timeout_s:
+            raise EngineDeadError(f"a transfer got no answer within {self.config.worker_timeout_s:g} s")
+
+    def _on_worker(self, answer: Any) -> None:
+        if isinstance(answer, ForwardOutput):
+            self._forward_outputs[answer.rank] = answer
+        elif isinstance(answer, PrefetchAnswer):
+            self.manager.on_prefetch_answer(answer)
+        elif isinstance(answer, TransferAck):
+            self.manager.on_transfer_ack(answer)
+        elif isinstance(answer, OffloadCopied):
+            self.manager.on_offload_copied(answer)
+        elif isinstance(answer, OffloadStored):
+            self.manager.on_offload_stored(answer)
+        elif isinstance(answer, WorkerResult):
+            question = self._questions.get(answer.call_id)
+            if question is not None:
+                question.values[answer.rank] = answer.value
+        else:
+            log.warning("a worker sent a %s", type(answer).__name__)
+
+    def _on_api(self, message: Any) -> None:
+        if isinstance(message, AddRequest):
+            self._add(message)
+        elif isinstance(message, AbortRequest):
+            self.scheduler.abort(message.request_id)
+        elif isinstance(message, Call):
+            self._on_call(message)
+        else:
+            log.warning("the api sent a %s", type(message).__name__)
+
+    def _add(self, request: AddRequest) -> None:
+        problem = self._refusal(request)
+        if problem is not None:
+            self.scheduler.refuse(request.request_id, *problem)
+        else:
+            self.scheduler.add_request(request)
+
+    def _refusal(self, request: AddRequest) -> tuple[str, int] | None:
+        """Why a request is not admitted, with its HTTP status; before any prefetch is started."""
+        length, limit = len(request.token_ids), self.max_model_len
+        if self._draining:
+            return "the instance is shutting down", 503
+        if request.request_id in self.scheduler.sequences:
+            return f"request id {request.request_id!r} is in use", 400
+        if self.scheduler.num_open >= self.config.max_waiting_requests:
+            return f"{self.scheduler.num_open} requests are open, the limit is {self.config.max_waiting_requests}", 429
+        if not length:
+            return "the prompt has no token", 400
+        if length + request.max_tokens > limit:
+            return f"{length} prompt tokens and {request.max_tokens} new ones are above the limit of {limit}", 400
+        if request.token_ids.min() < 0 or request.token_ids.max() >= self.vocab_size:
+            return f"token ids must be from 0 to {self.vocab_size - 1}", 400
+        return None
+
+    def _send_outputs(self) -> None:
+        outputs = self.scheduler.take_outputs()
+        if outputs:
+            self.api.send(StepOutputs(outputs))
+
+    # ------------------------------------------------------------------------------------------------ calls
+
+    def _on_call(self, call: Call) -> None:
+        if call.method == "info":
+            self._answer(call, self.info())
+        elif call.method == "stats":
+            self._ask_workers("stats", lambda values: self._answer_stats(call, values))
+        elif call.method == "clear_cache":
+            tiers = call.args.get("tiers", ["device", "host", "store"])
+            unknown = [tier for tier in tiers if tier not in ("device", "host", "store")]
+            if unknown:
+                self._answer(call, {}, f"no tier {unknown[0]!r}; allowed: device, host, store")
+            else:
+                self._clears.append((call, Deadline(SETTLE_LIMIT_S)))
+        elif call.method == "drain":
+            self._draining = True
+            self._drains.append(call)
+        else:
+            self._answer(call, {}, f"no method {call.method!r}")
+
+    def _answer(self, call: Call, value: dict[str, Any], error: str | None = None) -> None:
+        self.api.send(CallResult(call.call_id, value, error))
+
+    def _ask_workers(self, method: str, done: Callable[[dict[int, dict[str, Any]]], None]) -> None:
+        self._next_question += 1
+        self._questions[self._next_question] = _WorkerQuestion(done)
+        self.workers.broadcast(WorkerCall(self._next_question, method))
+
+    def _settle(self) -> None:
+        """Answer what waits for a state: worker questions, clears, drains; check the books when idle."""
+        for call_id, question in list(self._questions.items()):
+            if len(question.values) == self.workers.num_workers or question.deadline.passed():
+                del self._questions[call_id]
+                question.done(question.values)
+        quiet = not self.manager.busy and not self.scheduler.canonical
+        for call, deadline in list(self._clears):
+            if quiet or deadline.passed():
+                self._clears.remove((call, deadline))
+                self._clear(call)
+        if self._drains and not self.scheduler.sequences and quiet:
+            for call in self._drains:
+                self._answer(call, {})
+            self._drains.clear()
+        if self.config.check_invariants and not self.scheduler.has_work:
+            self.manager.check()
+
+    def _clear(self, call: Call) -> None:
+        tiers = call.args.get("tiers", ["device", "host", "store"])
+        cleared = {tier: self.manager.clear(tier) for tier in tiers if tier != "store"}
+        if "store" not in tiers:
+            self._answer(call, {"cleared": cleared})
+            return
+
+        def done(values: dict[int, dict[str, Any]]) -> None:
+            cleared["store"] = sum(value.get("removed", 0) for value in values.values())
+            errors = [value["error"] for value in values.values() if value.get("error")]
+            self._answer(call, {"cleared": cleared}, errors[0] if errors else None)
+
+        self._ask_workers("clear_store", done)
+
+    def info(self) -> dict[str, Any]:
+        """What a client must know of the instance: names, limits, sizes."""
+        return {
+            "model": self.config.api_model_name,
+            "model_id": self.config.name_space,
+            "version": __version__,
+            "max_model_len": self.max_model_len,
+            "vocab_size": self.vocab_size,
+            "eos_token_ids": self.ready[0].eos_token_ids,
+            "block_size": self.block_size,
+            "num_device_blocks": self.manager.device.num_blocks,
+            "num_host_blocks": self.manager.host.num_blocks,
+            "store_state": self._worker_stats.get("store_state", "detached"),
+            "details": self.ready[0].details,
+        }
+
+    def _answer_stats(self, call: Call, values: dict[int, dict[str, Any]]) -> None:
+        if values:
+            self._worker_stats = merge_worker_stats([values[rank] for rank in sorted(values)])
+        scheduler, manager = self.scheduler, self.manager
+        failures = list(self._worker_stats.get("transfer_failures", []))
+        stats = {
+            **self._worker_stats,
+            "transfer_failures": [*failures, ["g2h", "timeout", manager.num_prefetch_timeouts]],
+            "blocks": manager.block_counts(),
+            "prefix_tokens": dict(manager.prefix_tokens),
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "prefetching": len(scheduler.prefetching),
+            "canonical": len(scheduler.canonical),
+            "preemptions": scheduler.num_preemptions,
+            "generation_tokens": scheduler.num_generated_tokens,
+            "steps": self._num_steps,
+            "compute_s": self._compute_s,
+            "load_wait_s": self._wait_s,
+            "failed_loads": manager.num_failed_loads,
+            "failed_offloads": manager.num_failed_offloads,
+            "uptime_s": time.monotonic() - self._started,
+        }
+        self._answer(call, stats)
+
+
+_STATE_ORDER = ("attached", "degraded", "detached")
+
+
+def merge_worker_stats(stats: list[dict[str, Any]]) -> dict[str, Any]:
+    """One view of all ranks: amounts add up, the store's state is the worst."""
+    merged: dict[str, Any] = {"transfer_bytes": {}, "transfer_seconds": {}, "transfer_failures": [], "store": {}}
+    failures: dict[tuple[str, str], int] = {}
+    for one in stats:
+        for kind, amount in one.get("transfer_bytes", {}).items():
+            merged["transfer_bytes"][kind] = merged["transfer_bytes"].get(kind, 0) + amount
+        for kind, cause, count in one.get("transfer_failures", []):
+            failures[kind, cause] = failures.get((kind, cause), 0) + count
+        for kind, histogram in one.get("transfer_seconds", {}).items():
+            into = merged["transfer_seconds"].setdefault(
+                kind, {"buckets": [[le, 0] for le, _ in histogram["buckets"]], "sum": 0.0, "count": 0}
+            )
+            into["buckets"] = [
+                [le, have + new] for (le, have), (_, new) in zip(into["buckets"], histogram["buckets"], strict=True)
+            ]
+            into["sum"] += histogram["sum"]
+            into["count"] += histogram["count"]
+        for name, amount in one.get("store", {}).items():
+            merged["store"][name] = merged["store"].get(name, 0) + amount
+    states = [one.get("store_state", "detached") for one in stats]
+    merged["store_state"] = max(states, key=_STATE_ORDER.index, default="detached")
+    merged["transfer_failures"] = [[kind, cause, count] for (kind, cause), count in sorted(failures.items())]
+    return merged
+
+
+def run_engine(config: EngineConfig, run_dir: str, ready: Callable[[dict[str, Any]], None]) -> int:
+    """Body of the engine process: wait for the workers, tell `ready`, serve until SIGTERM. Returns the exit code."""
+    context: zmq.Context[Any] = zmq.Context()
+    api = Channel(context, api_address(run_dir), bind=True)
+    workers = RemoteWorkers(context, run_dir, config.tp_size)
+    core: EngineCore | None = None
+    stopped = False
+
+    def on_signal(*_: Any) -> None:
+        nonlocal stopped
+        stopped = True
+        if core is not None:
+            core.stop()
+
+    signal.signal(signal.SIGTERM, on_signal)
+    try:
+        core = EngineCore(config, api, workers, workers.wait_ready(config.startup_timeout_s))
+        if stopped:
+            return 0
+        ready(core.info())
+        core.run()
+        return 0
+    except XllmError as error:
+        log.error("engine ends: %s", error)
+        return 1
+    finally:
+        workers.broadcast(WorkerCall(0, "stop"))
+        workers.close()
+        api.close()
+        context.term()

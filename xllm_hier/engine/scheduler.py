@@ -1,0 +1,340 @@
+"""What each step computes: continuous batching with chunked prefill under a token budget, preemption, abort.
+
+`schedule` builds one Forward, `finish` takes its answer. Decode rows come first, then running prefills, then waiting
+requests in order of (priority, arrival), then the blocks that finished sequences want recomputed (`decode_kv_reuse`).
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from dataclasses import dataclass, field
+
+from ..plans import (
+    AddRequest,
+    DecodeSequence,
+    Forward,
+    ForwardOutput,
+    PrefillSequence,
+    RequestOutput,
+    TokenLogprob,
+    ints,
+)
+from .block_manager import HierarchyBlockManagerPool
+from .sequence import Sequence, SequenceState
+
+log = logging.getLogger("xllm.engine")
+
+CANONICAL_CHUNK = 256  # one prefill tile per step: what finished sequences may cost those still running
+
+
+@dataclass(eq=False)
+class Step:
+    """A Forward under way: which sequences its rows belong to, in plan order, and how far each will have got."""
+
+    plan: Forward
+    prefill: list[tuple[Sequence, int]] = field(default_factory=list)
+    decode: list[tuple[Sequence, int]] = field(default_factory=list)
+
+
+class Scheduler:
+    """Queues of one instance; used by one thread.
+
+    `max_seqs` sequences and `max_tokens` tokens per step, at most `chunk_tokens` of one prompt per step.
+    """
+
+    def __init__(
+        self, manager: HierarchyBlockManagerPool, *, max_tokens: int, max_seqs: int, chunk_tokens: int
+    ) -> None:
+        self.manager = manager
+        self.max_tokens = max_tokens
+        self.max_seqs = max_seqs
+        self.chunk_tokens = chunk_tokens
+        self.sequences: dict[str, Sequence] = {}
+        self.prefetching: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.canonical: list[Sequence] = []
+        self._prompt_logprobs: dict[Sequence, list[TokenLogprob | None]] = {}
+        self._outputs: list[RequestOutput] = []
+        self._next_step = 0
+        self._next_arrival = 0
+        self.num_preemptions = 0
+        self.num_generated_tokens = 0
+
+    # ------------------------------------------------------------------------------------------- admission
+
+    def add_request(self, request: AddRequest) -> None:
+        """Admit a checked request: its prefetch starts now, it is scheduled when that has ended."""
+        sequence = Sequence(request, self.manager.block_size, self.manager.decode_kv_reuse != "as_is")
+        sequence.arrival = self._next_arrival
+        self._next_arrival += 1
+        self.sequences[request.request_id] = sequence
+        if self.manager.prefetch_from_storage(sequence):
+            self.prefetching.append(sequence)
+        else:
+            self._enqueue_ready(sequence)
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request in whatever state it is; its blocks return as soon as no transfer needs them."""
+        sequence = self.sequences.get(request_id)
+        if sequence is not None:
+            sequence.aborted = True
+
+    def poll_prefetches(self) -> None:
+        """Move the requests whose prefetch has ended to the waiting queue; aborted ones leave."""
+        for sequence in list(self.prefetching):
+            if self.manager.update_prefetch_result(sequence):
+                self.prefetching.remove(sequence)
+                self._enqueue_ready(sequence)
+
+    def _enqueue_ready(self, sequence: Sequence) -> None:
+        sequence.state = SequenceState.WAITING
+        bisect.insort(self.waiting, sequence, key=lambda waiting: waiting.order)
+
+    # ------------------------------------------------------------------------------------------ scheduling
+
+    @property
+    def has_work(self) -> bool:
+        """Something can be computed, or a queue must be looked at, without a new message."""
+        return bool(self.waiting or self.running or self.canonical)
+
+    @property
+    def num_open(self) -> int:
+        return len(self.sequences)
+
+    def schedule(self) -> Step | None:
+        """The next step with all its blocks allocated and its load sent; None when nothing can run now."""
+        self._drop_aborted()
+        step = Step(Forward(self._next_step, [], [], []))
+        preempted = self.num_preemptions
+        budget = self._schedule_running(step, self.max_tokens)
+        if self.num_preemptions == preempted:  # else the victim would come straight back
+            self._schedule_waiting(step, budget)
+        self._schedule_canonical(step)
+        if not step.prefill and not step.decode:
+            return None
+        self._next_step += 1
+        step.plan.batch_ids.extend(self.manager.transfer_blocks())
+        return step
+
+    def _drop_aborted(self) -> None:
+        for queue in (self.waiting, self.running, self.canonical):
+            for sequence in [sequence for sequence in queue if sequence.aborted]:
+                queue.remove(sequence)
+                self._end(sequence, "abort")
+
+    def _schedule_running(self, step: Step, budget: int) -> int:
+        """Decode rows first: they are what users wait for token by token."""
+        order = sorted(self.running, key=lambda sequence: (sequence.in_prefill, sequence.order))
+        for sequence in order:
+            if sequence.state is not SequenceState.RUNNING or budget <= 0:
+                continue  # preempted for one before it in this very loop
+            count = self._next_count(sequence, budget)
+            while not self.manager.allocate(sequence, sequence.num_computed + count):
+                if not self._make_room(sequence, step):
+                    count = 0
+                    break
+            if count:
+                self._add(step, sequence, count)
+                budget -= count
+        return budget
+
+    def _make_room(self, sequence: Sequence, step: Step) -> bool:
+        """Free device blocks for a running sequence; False when it has to sit this step out."""
+        if self.canonical:
+            self._end_canonical(self.canonical[-1])
+            return True
+        if self.manager.offload_pins_device:
+            return False  # blocks come back by themselves: nobody has to lose work
+        placed = {member for member, _ in (*step.prefill, *step.decode)}
+        victims = [other for other in self.running if other not in placed]
+        victim = max(victims, key=lambda other: other.order)
+        self._preempt(victim)
+        return victim is not sequence
+
+    def _preempt(self, sequence: Sequence) -> None:
+        log.info("preempted %s after %d tokens", sequence.request.request_id, sequence.num_computed)
+        self.running.remove(sequence)
+        self.manager.deallocate(sequence, resume=True)
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self._prompt_logprobs.pop(sequence, None)
+        self._enqueue_ready(sequence)
+
+    def _next_count(self, sequence: Sequence, budget: int) -> int:
+        """Tokens of the next chunk: rest of the prompt, or the generated tokens without KV (one, or a replay)."""
+        end = sequence.prompt_length if sequence.in_prefill else len(sequence.tokens)
+        return min(end - sequence.num_computed, budget, self.chunk_tokens)
+
+    def _schedule_waiting(self, step: Step, budget: int) -> None:
+        for sequence in list(self.waiting):
+            if budget <= 0 or len(self.running) >= self.max_seqs:
+                break
+            if self.manager.device.num_available < len(self.running):
+                break  # leave each running sequence the block it will ask for next
+            if self.manager.is_being_computed(sequence):
+                continue  # it will share those blocks; others behind it may go first
+            hit = self.manager.match(sequence)
+            end = sequence.prompt_length if hit < sequence.prompt_length else len(sequence.tokens)
+            count = min(end - hit, budget, self.chunk_tokens)
+            while not (placed := self.manager.allocate(sequence, hit + count)) and self.canonical:
+                self._end_canonical(self.canonical[-1])
+            if not placed:
+                break  # first come, first served: nobody overtakes for want of blocks
+            self.waiting.remove(sequence)
+            sequence.state = SequenceState.RUNNING
+            self.running.append(sequence)
+            self._add(step, sequence, count)
+            budget -= count
+
+    def _schedule_canonical(self, step: Step) -> None:
+        """One tile of the oldest finished sequence; even in a full step, because others may wait for its blocks."""
+        for sequence in self.canonical[:1]:
+            count = min(sequence.canonical_end - sequence.num_computed, CANONICAL_CHUNK)
+            start = sequence.num_computed
+            tokens = ints(sequence.tokens[start : start + count])
+            step.plan.prefill.append(PrefillSequence(start, tokens, sequence.block_table(), sequence.write_from))
+            step.prefill.append((sequence, count))
+
+    def _add(self, step: Step, sequence: Sequence, count: int) -> None:
+        start, request = sequence.num_computed, sequence.request
+        end = start + count
+        tokens = ints(sequence.tokens[start:end])
+        table = sequence.block_table()
+        sampling = request.sampling if end == len(sequence.tokens) else None
+        if not sequence.in_prefill:
+            step.plan.decode.append(DecodeSequence(start, tokens, table, sampling, sequence.num_generated))
+            step.decode.append((sequence, count))
+            return
+        wants = request.prompt_logprobs if not sequence.num_generated else None
+        next_token = sequence.tokens[end] if end < sequence.prompt_length else -1
+        step.plan.prefill.append(
+            PrefillSequence(
+                start, tokens, table, sequence.write_from, sampling, sequence.num_generated, wants, next_token
+            )
+        )
+        step.prefill.append((sequence, count))
+
+    # -------------------------------------------------------------------------------------------- results
+
+    def finish(self, step: Step, output: ForwardOutput) -> None:
+        """Take the answer to a step: advance every sequence, publish what is complete, end what is done."""
+        bad = self.manager.finish_step(step.plan.batch_ids, output.failed_batches)
+        tokens = iter(zip(output.token_ids.tolist(), output.logprobs, strict=True))
+        prompt_logprobs = iter(output.prompt_logprobs)
+        rows = [*zip(step.plan.prefill, step.prefill, strict=True), *zip(step.plan.decode, step.decode, strict=True)]
+        for row, (sequence, count) in rows:
+            sampled = next(tokens) if row.sampling is not None else None
+            wanted = isinstance(row, PrefillSequence) and row.prompt_logprobs is not None
+            logprobs = next(prompt_logprobs) if wanted else None
+            if bad and not bad.isdisjoint(sequence.device_blocks):
+                self._roll_back(sequence)
+                continue
+            sequence.num_computed += count
+            self.manager.publish_computed(sequence)
+            if logprobs is not None:
+                self._prompt_logprobs.setdefault(sequence, [None]).extend(logprobs)
+            if sequence.state is SequenceState.CANONICAL:
+                if sequence.num_computed >= sequence.canonical_end:
+                    self._end_canonical(sequence)
+            elif sampled is not None and not sequence.aborted:
+                self._append(sequence, *sampled)
+
+    def _roll_back(self, sequence: Sequence) -> None:
+        """Its blocks hold nothing: compute again from what other tiers have."""
+        log.warning("recomputing %s: a load failed", sequence.request.request_id)
+        if sequence.state is SequenceState.CANONICAL:
+            self._end_canonical(sequence)
+            return
+        self.running.remove(sequence)
+        self.manager.deallocate(sequence)
+        self._prompt_logprobs.pop(sequence, None)
+        self._enqueue_ready(sequence)
+
+    def fail_step(self, step: Step, message: str) -> None:
+        """The forward itself failed: its requests end with an error, what it was to load is not relied on."""
+        self.manager.finish_step(step.plan.batch_ids, step.plan.batch_ids)
+        for sequence, _ in (*step.prefill, *step.decode):
+            queue = self.canonical if sequence.state is SequenceState.CANONICAL else self.running
+            queue.remove(sequence)
+            self._end(sequence, "error", message)
+
+    def _append(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> None:
+        request = sequence.request
+        sequence.tokens.append(token)
+        self.num_generated_tokens += 1
+        reason, stop_reason = None, None
+        if sequence.num_generated >= request.min_tokens:
+            if token in request.stop_token_ids:
+                reason, stop_reason = "stop", token
+            elif token in request.eos_token_ids and not request.ignore_eos:
+                reason = "stop"
+        if reason is None and sequence.num_generated >= request.max_tokens:
+            reason = "length"
+        first = not sequence.usage_sent
+        sequence.usage_sent = True
+        self._outputs.append(
+            RequestOutput(
+                request.request_id,
+                [token],
+                logprobs=None if logprob is None else [logprob],
+                prompt_logprobs=self._prompt_logprobs.pop(sequence, None),
+                usage=sequence.usage if first else None,
+                finish_reason=reason,
+                stop_reason=stop_reason,
+            )
+        )
+        if reason is not None:
+            self.running.remove(sequence)
+            self._finish(sequence)
+
+    def _finish(self, sequence: Sequence) -> None:
+        del self.sequences[sequence.request.request_id]
+        if self.manager.begin_canonical(sequence):
+            sequence.state = SequenceState.CANONICAL
+            self.canonical.append(sequence)
+        else:
+            self._release(sequence)
+
+    def _end_canonical(self, sequence: Sequence) -> None:
+        self.canonical.remove(sequence)
+        self._release(sequence)
+
+    def _end(self, sequence: Sequence, reason: str, error: str | None = None, status: int = 500) -> None:
+        """End an unfinished request; a canonical one has been answered long ago."""
+        if sequence.state is not SequenceState.CANONICAL:
+            del self.sequences[sequence.request.request_id]
+            self._outputs.append(
+                RequestOutput(
+                    sequence.request.request_id,
+                    [],
+                    usage=sequence.usage,
+                    finish_reason=reason,
+                    error=error,
+                    error_status=status,
+                )
+            )
+        self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        sequence.state = SequenceState.FINISHED
+        self._prompt_logprobs.pop(sequence, None)
+        self.manager.deallocate(sequence)
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """Outputs since the last call; the caller sends them."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def fail_all(self, message: str, status: int) -> None:
+        """Answer every open request with an error; the blocks are not looked at any more."""
+        for request_id in self.sequences:
+            self._outputs.append(
+                RequestOutput(request_id, [], finish_reason="error", error=message, error_status=status)
+            )
+        self.sequences.clear()
+
+    def refuse(self, request_id: str, message: str, status: int) -> None:
+        """Answer a request that is not admitted."""
+        self._outputs.append(RequestOutput(request_id, [], finish_reason="error", error=message, error_status=status))

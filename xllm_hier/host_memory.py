@@ -1,0 +1,108 @@
+"""Memory of the host tier: a sealed, populated memfd without a name, or a region of the node's store client.
+
+One host pool, block first (see `block`)::
+
+    | block 0: payload | trailer | block 1: payload | trailer | ...
+    |<---- object_bytes ------->|
+
+Nothing has a name, so nothing is left behind: when every holder is gone, SIGKILL included, the kernel frees it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import ConfigError
+
+_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
+_F_ADD_SEALS = 1033
+_SEALS = 0x0001 | 0x0002 | 0x0004  # SEAL | SHRINK | GROW: no peer can make our pages vanish
+
+
+class HostMemory:
+    """`nbytes` of host memory as one uint8 array; `array` stays valid until `close`, whose caller owns all views.
+
+    Raises:
+        ConfigError: the machine cannot give that much, with the figures.
+    """
+
+    def __init__(self, array: NDArray[np.uint8], address: int, mapping: mmap.mmap | None, fd: int | None) -> None:
+        self.array = array
+        self.address = address
+        self._mapping = mapping
+        self.fd = fd
+
+    @classmethod
+    def create(cls, nbytes: int, setting: str = "host_blocks_factor") -> HostMemory:
+        """Own memfd memory, all pages present; `setting` is named when it does not fit."""
+        size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        available = available_memory_bytes()
+        if size > available:
+            raise ConfigError(
+                setting, size, f"a host cache of at most {available} bytes (what is free on this machine)"
+            )
+        fd = os.memfd_create("xllm-host", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size)
+            mapping = mmap.mmap(fd, size)
+            _populate(mapping, size)
+            _seal(fd)
+        except OSError as error:
+            os.close(fd)
+            raise ConfigError(setting, size, f"a host cache that fits ({error.strerror})") from error
+        array = np.frombuffer(mapping, dtype=np.uint8)[:nbytes]
+        return cls(array, array.ctypes.data, mapping, fd)
+
+    @classmethod
+    def at(cls, address: int, nbytes: int) -> HostMemory:
+        """A view of memory that somebody else owns and keeps mapped (the pool of a store client)."""
+        array = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+        return cls(array, address, None, None)
+
+    def close(self) -> None:
+        """Let go of the memory; views of `array` keep the mapping alive, so that none can dangle."""
+        self.array = np.empty(0, dtype=np.uint8)
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+        self._mapping = None
+
+
+def _populate(mapping: mmap.mmap, size: int) -> None:
+    """Touch every page now: a first touch inside a copy costs 2 us per page, and a lack of memory is an error here."""
+    for advice in (_MADV_HUGEPAGE, _MADV_POPULATE_WRITE):
+        try:
+            mapping.madvise(advice)
+        except OSError:
+            if advice == _MADV_POPULATE_WRITE:  # kernels before 5.14
+                for offset in range(0, size, mmap.PAGESIZE):
+                    mapping[offset] = 0
+
+
+def _seal(fd: int) -> None:
+    import fcntl
+
+    fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+
+
+def available_memory_bytes() -> int:
+    """What can still be allocated: MemAvailable, cut to what the memory cgroup leaves."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        lines: dict[str, Any] = dict(line.split(":", 1) for line in file)
+    available = int(lines["MemAvailable"].split()[0]) * 1024
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
+            limit = file.read().strip()
+        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as file:
+            current = int(file.read())
+        if limit != "max":
+            available = min(available, int(limit) - current)
+    except (OSError, ValueError):
+        pass  # no cgroup v2 here
+    return max(0, available)

@@ -1,0 +1,313 @@
+"""Starts, watches and stops the processes of one instance: workers, engine, api, and the embedded store.
+
+Every child dies with its parent (PR_SET_PDEATHSIG, and a watch on the pipe to it), every start has a limit and says
+who did not come up and why, and the death of any one ends the instance in order: open requests are answered first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from .config import EngineConfig
+from .embedded_store import EmbeddedStore, die_with_parent
+from .errors import EngineDeadError, StartupError, XllmError
+from .wire import Deadline
+
+log = logging.getLogger("xllm.launch")
+
+_GRACE_S = 3.0  # after a death: for the api to answer what is open
+_STOP_S = 15.0
+_WATCH_S = 0.2
+_RUN_DIR_PREFIX = "xllm-run-"
+
+# torch.multiprocessing.get_context is this very function; taking it from here saves the launcher importing torch.
+_SPAWN = multiprocessing.get_context("spawn")
+
+
+def configure_logging(level: str, name: str) -> None:
+    """One line per event on stderr, with the process it comes from."""
+    logging.basicConfig(
+        level=level.upper(), format=f"%(asctime)s {name} %(levelname)s %(message)s", datefmt="%H:%M:%S", force=True
+    )
+
+
+# ------------------------------------------------------------------------------------------ in the children
+
+
+def _engine_body(config: EngineConfig, run_dir: str, _rank: int, ready: Callable[[dict[str, Any]], None]) -> int:
+    from .engine.core import run_engine
+
+    return run_engine(config, run_dir, ready)
+
+
+def _worker_body(config: EngineConfig, run_dir: str, rank: int, ready: Callable[[dict[str, Any]], None]) -> int:
+    from .engine.remote_worker import answer_address, plan_address
+    from .worker.worker import run_worker
+
+    return run_worker(config, rank, (plan_address(run_dir, rank), answer_address(run_dir, rank)), ready)
+
+
+def _api_body(config: EngineConfig, run_dir: str, _rank: int, ready: Callable[[dict[str, Any]], None]) -> int:
+    import asyncio
+
+    from .api.server import serve_api
+    from .engine.core import api_address
+
+    return asyncio.run(serve_api(config, api_address(run_dir), lambda port: ready({"port": port})))
+
+
+_BODIES = {"engine": _engine_body, "worker": _worker_body, "api": _api_body}
+
+
+def _child(kind: str, config: EngineConfig, run_dir: str, rank: int, parent: int, by_signal: bool, pipe: Any) -> None:
+    """Entry of every child: tie its life to the parent's, run its body, report how it came up."""
+    if by_signal:
+        die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the launcher stops us in order
+    configure_logging(config.log_level, f"{kind}-{rank}" if kind == "worker" else kind)
+    threading.Thread(target=_watch_parent, args=(pipe,), daemon=True, name="parent-watch").start()
+    try:
+        code = _BODIES[kind](config, run_dir, rank, lambda info: pipe.send(("ready", info)))
+    except XllmError as error:
+        _report(pipe, error)
+        code = 1
+    except Exception as error:
+        log.exception("%s failed", kind)
+        _report(pipe, error)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # no interpreter shutdown under threads of native libraries
+
+
+def _report(pipe: Any, error: Exception) -> None:
+    try:
+        pipe.send(
+            ("failed", error if isinstance(error, XllmError) else StartupError(f"{type(error).__name__}: {error}"))
+        )
+    except OSError:
+        log.error("the launcher is gone; could not tell it: %s", error)
+
+
+def _watch_parent(pipe: Any) -> None:
+    try:
+        pipe.recv()
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+# ----------------------------------------------------------------------------------------- in the launcher
+
+
+@dataclasses.dataclass(eq=False)
+class _Child:
+    name: str
+    process: Any
+    pipe: Connection
+    info: dict[str, Any] | None = None
+
+
+class Instance:
+    """All processes of one instance; `api` False leaves out the HTTP server (offline use).
+
+    Between `start` and `stop` the caller either runs `wait` or calls `poll` now and then.
+    """
+
+    def __init__(self, config: EngineConfig, *, api: bool = True) -> None:
+        self.config = config
+        self._with_api = api
+        self._children: list[_Child] = []
+        self._store: EmbeddedStore | None = None
+        self._run_dir: Path | None = None
+        self._stopping = threading.Event()
+        self._poll_lock = threading.Lock()
+
+    @property
+    def engine_address(self) -> str:
+        """Where an EngineClient connects to."""
+        return f"ipc://{self._run_dir}/api"
+
+    @property
+    def port(self) -> int:
+        """Port the HTTP server listens on."""
+        return int(next(child.info["port"] for child in self._children if child.name == "api" and child.info))
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids by name: engine, worker-0, api, master, client."""
+        ids = {child.name: int(child.process.pid) for child in self._children}
+        return {**ids, **(self._store.pids if self._store else {})}
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What the engine told of itself when it came up."""
+        return dict(next(child.info for child in self._children if child.name == "engine" and child.info))
+
+    def start(self) -> None:
+        """Bring everything up; returns when the instance serves.
+
+        Raises:
+            StartupError: somebody did not come up in time, or failed; nothing is left behind.
+            ConfigError: a child found that a setting cannot be used.
+        """
+        _sweep_run_dirs()
+        self._run_dir = Path(tempfile.mkdtemp(prefix=f"{_RUN_DIR_PREFIX}{os.getpid()}-"))
+        deadline = Deadline(self.config.startup_timeout_s)
+        try:
+            config = self._start_store()
+            for rank in range(config.tp_size):
+                self._spawn("worker", config, rank)
+            self._spawn("engine", config)
+            if self._with_api:
+                self._spawn("api", config)
+            self._wait_ready(deadline)
+        except BaseException:
+            self.stop(graceful=False)
+            raise
+
+    def _start_store(self) -> EngineConfig:
+        if not self.config.embedded_store:
+            return self.config
+        assert self._run_dir is not None
+        store = EmbeddedStore(self._run_dir, self.config.store_segment_size, self.config.tp_size, self.config.log_level)
+        self._store = store
+        store.start()
+        return dataclasses.replace(
+            self.config,
+            store_master_server_address=store.master_address,
+            store_client_address=store.client_address,
+        )
+
+    def _spawn(self, kind: str, config: EngineConfig, rank: int = 0) -> None:
+        ours, theirs = _SPAWN.Pipe()
+        by_signal = threading.current_thread() is threading.main_thread()  # the signal fires at that thread's end
+        process = _SPAWN.Process(
+            target=_child,
+            args=(kind, config, str(self._run_dir), rank, os.getpid(), by_signal, theirs),
+            name=f"xllm-{kind}-{rank}",
+        )
+        process.start()
+        theirs.close()
+        self._children.append(_Child(f"{kind}-{rank}" if kind == "worker" else kind, process, ours))
+
+    def _wait_ready(self, deadline: Deadline) -> None:
+        while waiting := [child for child in self._children if child.info is None]:
+            if self._stopping.is_set():
+                raise StartupError("stopped while it came up")
+            wait([child.pipe for child in waiting], min(_WATCH_S, deadline.remaining()))
+            for child in self._children:
+                self._take_news(child)
+                if not child.process.is_alive():
+                    raise StartupError(f"{child.name} ended with code {child.process.exitcode} while it came up")
+            if deadline.passed():
+                names = ", ".join(child.name for child in waiting)
+                raise StartupError(f"{names} did not come up within {self.config.startup_timeout_s:g} s")
+
+    @staticmethod
+    def _take_news(child: _Child) -> None:
+        try:
+            while child.info is None and child.pipe.poll():
+                what, value = child.pipe.recv()
+                if what == "failed":
+                    raise value
+                child.info = value
+        except (EOFError, OSError):
+            child.process.join(1.0)
+
+    # ------------------------------------------------------------------------------------------------ life
+
+    def poll(self) -> None:
+        """Look after the instance once. Raises EngineDeadError when one of its processes has ended."""
+        with self._poll_lock:
+            if self._store is not None:
+                self._store.restart_dead()
+            dead = [child for child in self._children if not child.process.is_alive()]
+        if dead:
+            raise EngineDeadError(", ".join(f"{child.name} ended with code {child.process.exitcode}" for child in dead))
+
+    def wait(self) -> int:
+        """Watch until `request_stop` (returns 0) or until a process dies (returns 1); the caller then stops."""
+        while not self._stopping.is_set():
+            try:
+                self.poll()
+            except EngineDeadError as error:
+                log.error("%s: the instance ends", error)
+                self._let_api_answer()
+                return 1
+            wait([child.process.sentinel for child in self._children], _WATCH_S)
+        return 0
+
+    def request_stop(self) -> None:
+        """End `wait`, and a `start` under way; safe in a signal handler."""
+        self._stopping.set()
+
+    def _let_api_answer(self) -> None:
+        for child in self._children:
+            if child.name == "api":
+                child.process.join(_GRACE_S)
+
+    def stop(self, *, graceful: bool = True) -> None:
+        """End every process: the api first, which drains when `graceful`; by force when one does not end in time."""
+        self._stopping.set()
+        api = [child for child in self._children if child.name == "api"]
+        rest = [child for child in self._children if child.name != "api"]
+        self._end(api, self.config.drain_timeout_s + _GRACE_S if graceful else _GRACE_S)
+        self._end(rest, _STOP_S if graceful else _GRACE_S)
+        if self._store is not None:
+            self._store.stop()
+            self._store = None
+        if self._run_dir is not None:
+            shutil.rmtree(self._run_dir, ignore_errors=True)
+
+    @staticmethod
+    def _end(children: list[_Child], timeout_s: float) -> None:
+        deadline = Deadline(timeout_s)
+        for child in children:
+            if child.process.is_alive():
+                child.process.terminate()
+        for child in children:
+            child.process.join(deadline.remaining())
+            if child.process.is_alive():
+                log.warning("%s did not end in time and is killed", child.name)
+                child.process.kill()
+                child.process.join()
+            child.pipe.close()
+            child.process.close()
+        children.clear()
+
+
+def _sweep_run_dirs() -> None:
+    """Remove run directories of launchers that are gone (a SIGKILL leaves theirs)."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_RUN_DIR_PREFIX}*"):
+        pid = path.name.removeprefix(_RUN_DIR_PREFIX).partition("-")[0]
+        try:
+            if pid.isdigit() and path.stat().st_uid == os.getuid() and not Path(f"/proc/{pid}").exists():
+                shutil.rmtree(path, ignore_errors=True)
+        except OSError:
+            continue
+
+
+def run_until_stopped(instance: Instance, announce: Callable[[Instance], None]) -> int:
+    """Start, announce, serve until SIGTERM or SIGINT, stop. Returns the exit code."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: instance.request_stop())
+    started = time.monotonic()
+    instance.start()
+    log.info("all processes are up after %.1f s", time.monotonic() - started)
+    announce(instance)
+    code = instance.wait()
+    instance.stop(graceful=code == 0)
+    return code

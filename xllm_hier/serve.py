@@ -1,0 +1,48 @@
+"""python -m xllm_hier.serve: one instance with an OpenAI server in front of its three cache tiers."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+from .config import EngineConfig
+from .errors import ConfigError, XllmError
+from .launch import Instance, configure_logging, run_until_stopped
+
+
+def _configuration(argv: Sequence[str]) -> EngineConfig:
+    config = EngineConfig.from_sources(argv)
+    if not config.model:
+        from .models.demo import demo_model_folder
+
+        config = dataclasses.replace(config, model=str(demo_model_folder()))
+    config.check_environment()
+    return config
+
+
+def _announce(instance: Instance) -> None:
+    config, info = instance.config, instance.info
+    blocks = (
+        f"{info['num_device_blocks']} device and {info['num_host_blocks']} host blocks of {info['block_size']} tokens"
+    )
+    print(f"xllm_hier serves {info['model']} at http://{config.host}:{instance.port}", flush=True)
+    print(f"  {blocks}, store {info['store_state']}; longest request {info['max_model_len']} tokens", flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0 after an ordered stop, 1 when a process died or did not come up, 2 for a setting that cannot be."""
+    try:
+        config = _configuration(sys.argv[1:] if argv is None else argv)
+        configure_logging(config.log_level, "launch")
+        return run_until_stopped(Instance(config), _announce)
+    except ConfigError as error:
+        print(f"xllm_hier: {error}", file=sys.stderr)
+        return 2
+    except XllmError as error:
+        print(f"xllm_hier: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,319 @@
+"""KVCacheStore: logical blocks in, Mooncake objects out; every failure is a miss.
+
+A logical block is one physical object per cache domain that has its BlockType. It is a hit only if every one of them
+exists, is read whole, and its trailer proves it to be the block asked for. When the store fails it is left alone
+(`degraded`) until a probe finds it again, so that no request waits for a store that is not there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from ..block import TRAILER_BYTES, BlockType, Trailer
+from ..config import EngineConfig
+from ..errors import StoreError
+from ..store_key import group_id, key_prefix, name_space_regex
+from .cache_domain import BlockCache, CacheDomain
+from .mooncake_client import MooncakeClient
+from .transfer_stats import TransferStats
+
+log = logging.getLogger("xllm.store")
+
+PROBE_S = 1.0
+STAGING_BLOCKS = 32
+MAX_FAILED_READS = 3  # whole batches unreadable in a row, before the store is left alone
+_NO_SPACE = -200
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One physical object per logical block: where its bytes lie on the host and what its keys begin with."""
+
+    cache: BlockCache
+    prefix: str
+
+    def key(self, block_hash: bytes) -> str:
+        return self.prefix + block_hash.hex()
+
+    def address(self, block: int) -> int:
+        assert self.cache.host is not None
+        return self.cache.host.data_ptr() + block * self.cache.layout.object_bytes
+
+
+@dataclass(frozen=True)
+class _Object:
+    """One physical object of a batch; `row` is its logical block's place in the batch."""
+
+    row: int
+    block: int
+    block_hash: bytes
+    entry: _Entry
+
+    @property
+    def key(self) -> str:
+        return self.entry.key(self.block_hash)
+
+    @property
+    def nbytes(self) -> int:
+        return self.entry.cache.layout.object_bytes
+
+
+def checksum(cache: BlockCache, block: int) -> bytes:
+    """8 bytes over the payload of a host block (XXH3-64)."""
+    return xxhash.xxh3_64_digest(cache.payload(block).numpy())
+
+
+def write_trailer(cache: BlockCache, block: int, block_hash: bytes) -> None:
+    """Make host block `block` prove that it is `block_hash`; its payload must be complete."""
+    layout = cache.layout
+    raw = Trailer.pack(block_hash, layout.schema_hash, checksum(cache, block), layout.payload_bytes)
+    cache.trailer(block).numpy()[:] = np.frombuffer(raw, dtype=np.uint8)
+
+
+def trailer_mismatch(cache: BlockCache, block: int, block_hash: bytes) -> str | None:
+    """What is wrong with host block `block` as `block_hash`; None when it proves itself."""
+    layout = cache.layout
+    raw = cache.trailer(block).numpy().tobytes()
+    assert len(raw) == TRAILER_BYTES
+    return Trailer.mismatch(raw, block_hash, layout.schema_hash, checksum(cache, block), layout.payload_bytes)
+
+
+class KVCacheStore:
+    """The store as one worker sees it; `prefetch` and `put` may run on two threads at once.
+
+    `state`: `attached`, or `degraded` when it was asked for and does not work now.
+    """
+
+    def __init__(self, config: EngineConfig, rank: int, stats: TransferStats, *, mla: bool = False) -> None:
+        self._config = config
+        self._rank = rank
+        self._stats = stats
+        self._mla = mla
+        self._client = MooncakeClient(config, rank)
+        self._entries: dict[BlockType, list[_Entry]] = {}
+        self._host_usable = False  # the host blocks themselves can be read into; else by way of staging
+        self._staging: dict[str, int] = {}
+        self._failed_reads = 0
+        self.state = "degraded"
+        self._stop = threading.Event()
+        self._monitor = threading.Thread(target=self._watch, name="store-monitor", daemon=True)
+
+    # ---------------------------------------------------------------------------------------------- set-up
+
+    def connect(self, host_bytes: int) -> int | None:
+        """Try to reach the store now; returns the address of `host_bytes` of its pool when it offers shared memory,
+        else None: the host tier brings its own memory. A store that is not there leaves the state `degraded`."""
+        try:
+            self._client.connect(host_bytes + 2 * self._staging_bytes(host_bytes))
+            if not self._client.through_node:
+                return None
+            address = self._client.allocate(host_bytes)
+            self._host_usable = True
+            return address
+        except StoreError as error:
+            log.warning("the store is not available, going on without it: %s", error)
+            return None
+
+    @staticmethod
+    def _staging_bytes(host_bytes: int) -> int:
+        return min(host_bytes, 64 << 20)
+
+    def start(self, domains: Sequence[CacheDomain], address: int, host_bytes: int) -> None:
+        """Index the domains' host blocks, which lie in `host_bytes` at `address`, and begin to serve."""
+        config = self._config
+        for domain in domains:
+            for block_type, cache in domain.caches.items():
+                prefix = key_prefix(
+                    config.name_space,
+                    domain.key_component,
+                    block_type,
+                    cache.layout.schema_hash,
+                    tp_size=config.tp_size,
+                    tp_rank=self._rank,
+                    mla=self._mla,
+                )
+                entries = self._entries.setdefault(block_type, [])
+                if any(entry.prefix == prefix for entry in entries):
+                    raise StoreError(f"two cache domains are both {domain.key_component} for {block_type.value}")
+                entries.append(_Entry(cache, prefix))
+        self._memory = (address, host_bytes)
+        if self._client.connected:
+            self._attach()
+        self._monitor.start()
+
+    def _attach(self) -> None:
+        """The client is connected: make memory usable and probe once."""
+        if not self._client.through_node and not self._host_usable:
+            self._client.register(*self._memory)
+            self._host_usable = True
+        self._client.exist([self._probe_key()])
+        self._failed_reads = 0
+        self.state = "attached"
+        log.info("the store is attached")
+
+    def _probe_key(self) -> str:
+        return next(iter(self._entries.values()))[0].prefix + "probe"
+
+    def close(self) -> bool:
+        """Stop; False when a call is stuck in the library (see MooncakeClient.close)."""
+        self._stop.set()
+        if self._monitor.is_alive():
+            self._monitor.join(10.0)
+        return self._client.close()
+
+    # ----------------------------------------------------------------------------------------- degraded mode
+
+    def _degrade(self, kind: str, error: object) -> None:
+        self._stats.fail(kind, "store_error")
+        if self.state == "attached":
+            self.state = "degraded"
+            log.warning("the store does not work, going on without it: %s", error)
+
+    def _watch(self) -> None:
+        """Look for a store that was lost, once a second, on a thread of its own: nobody waits for it."""
+        while not self._stop.wait(PROBE_S):
+            if self.state == "attached":
+                continue
+            try:
+                if not self._client.reachable():
+                    continue
+                if not self._client.connected:
+                    self._client.connect(2 * self._staging_bytes(self._memory[1]))
+                self._attach()
+            except StoreError as error:
+                log.debug("the store is still away: %s", error)
+
+    # --------------------------------------------------------------------------------------------- transfers
+
+    def _expand(self, block_type: BlockType, blocks: Sequence[int], hashes: Sequence[bytes]) -> list[_Object]:
+        entries = self._entries.get(block_type, [])
+        return [
+            _Object(row, block, block_hash, entry)
+            for row, (block, block_hash) in enumerate(zip(blocks, hashes, strict=True))
+            for entry in entries
+        ]
+
+    def prefetch(self, block_type: BlockType, blocks: Sequence[int], hashes: Sequence[bytes]) -> bytes:
+        """Read logical blocks into host `blocks`; one byte each, 1 = every object is there, whole and verified."""
+        objects = self._expand(block_type, blocks, hashes)
+        hits = bytearray(len(blocks))
+        if self.state != "attached" or not objects or len({item.key for item in objects}) != len(objects):
+            return bytes(hits)
+        try:
+            exist = self._client.exist([item.key for item in objects])
+            absent = {item.row for item, there in zip(objects, exist, strict=True) if not there}
+            wanted = [item for item in objects if item.row not in absent]
+            start = time.perf_counter()
+            lost = self._read(wanted)
+            nbytes = sum(item.nbytes for item in wanted if item.row not in lost)
+            self._stats.add("g2h", nbytes, time.perf_counter() - start)
+        except StoreError as error:
+            self._degrade("g2h", error)
+            return bytes(hits)
+        for row in range(len(blocks)):
+            hits[row] = row not in absent and row not in lost
+        self._stats.count("hit_blocks", sum(hits))
+        self._stats.count("missed_blocks", len(hits) - sum(hits))
+        return bytes(hits)
+
+    def _read(self, objects: Sequence[_Object]) -> set[int]:
+        """Get and verify; returns the rows of which some object could not be had."""
+        lost: set[int] = set()
+        codes = self._transfer("get", objects)
+        unreadable = [code for code, item in zip(codes, objects, strict=True) if code != item.nbytes]
+        self._failed_reads = self._failed_reads + 1 if objects and len(unreadable) == len(objects) else 0
+        if self._failed_reads >= MAX_FAILED_READS:
+            raise StoreError(f"{MAX_FAILED_READS} batches in a row could not be read, code {codes[0]}")
+        for code, item in zip(codes, objects, strict=True):
+            if code != item.nbytes:
+                lost.add(item.row)
+                self._stats.fail("g2h", "unreadable" if code < 0 else "short_read")
+                continue
+            problem = trailer_mismatch(item.entry.cache, item.block, item.block_hash)
+            if problem is not None:
+                lost.add(item.row)
+                self._stats.fail("g2h", problem)
+                log.error("a store object is not what its key says (%s): %s", problem, item.key)
+        return lost
+
+    def put(self, block_type: BlockType, blocks: Sequence[int], hashes: Sequence[bytes]) -> int:
+        """Write host blocks whose objects the store lacks; returns the logical blocks with every object there.
+
+        A rank other than 0 of an MLA model writes nothing and counts all as done: rank 0 writes the same bytes.
+        """
+        if self._mla and self._rank != 0:
+            return len(blocks)
+        objects = self._expand(block_type, blocks, hashes)
+        if self.state != "attached":
+            self._stats.fail("h2g", "degraded", len(objects))
+            return 0
+        unique = list({item.key: item for item in objects}.values())
+        try:
+            exist = self._client.exist([item.key for item in unique])
+            missing = [item for item, there in zip(unique, exist, strict=True) if not there]
+            start = time.perf_counter()
+            codes = self._transfer("put", missing)
+        except StoreError as error:
+            self._degrade("h2g", error)
+            return 0
+        failed = {item.key for item, code in zip(missing, codes, strict=True) if code != 0}
+        nbytes = sum(item.nbytes for item in missing if item.key not in failed)
+        self._stats.add("h2g", nbytes, time.perf_counter() - start)
+        self._stats.fail("h2g", "no_space", sum(code == _NO_SPACE for code in codes))
+        self._stats.fail("h2g", "put", sum(code not in (0, _NO_SPACE) for code in codes))
+        self._stats.count("put_objects", len(missing) - len(failed))
+        self._stats.count("existing_objects", len(unique) - len(missing))
+        return len(blocks) - len({item.row for item in objects if item.key in failed})
+
+    def _transfer(self, direction: str, objects: Sequence[_Object]) -> list[int]:
+        """`get` or `put` of host blocks, through staging memory where the store cannot reach the host blocks."""
+        addresses = [item.entry.address(item.block) for item in objects]
+        if self._host_usable:
+            return self._send(direction, objects, addresses)
+        codes: list[int] = []
+        staging, slot = self._staging_area(direction)
+        step = max(1, min(STAGING_BLOCKS, self._staging_bytes(self._memory[1]) // slot))
+        for start in range(0, len(objects), step):
+            part, real = objects[start : start + step], addresses[start : start + step]
+            staged = [staging + number * slot for number in range(len(part))]
+            if direction == "put":
+                for item, source, target in zip(part, real, staged, strict=True):
+                    ctypes.memmove(target, source, item.nbytes)
+            answer = self._send(direction, part, staged)
+            if direction == "get":
+                for item, source, target, code in zip(part, staged, real, answer, strict=True):
+                    if code == item.nbytes:
+                        ctypes.memmove(target, source, item.nbytes)
+            codes.extend(answer)
+        return codes
+
+    def _send(self, direction: str, objects: Sequence[_Object], addresses: Sequence[int]) -> list[int]:
+        keys, sizes = [item.key for item in objects], [item.nbytes for item in objects]
+        if direction == "get":
+            return self._client.get(keys, addresses, sizes)
+        groups = [
+            group_id(self._config.name_space, item.entry.cache.layout.block_type, item.block_hash) for item in objects
+        ]
+        return self._client.put(keys, addresses, sizes, groups)
+
+    def _staging_area(self, direction: str) -> tuple[int, int]:
+        """Address and slot size of the staging memory of one direction; each is used by one thread."""
+        slot = max(entry.cache.layout.object_bytes for entries in self._entries.values() for entry in entries)
+        if direction not in self._staging:
+            nbytes = max(slot, self._staging_bytes(self._memory[1]))
+            self._staging[direction] = self._client.allocate(nbytes)
+        return self._staging[direction], slot
+
+    def clear(self) -> int:
+        """Remove every object of this model's name space, whoever wrote it. Raises StoreError."""
+        if self.state != "attached":
+            raise StoreError("the store is degraded: nothing was removed")
+        return self._client.remove_matching(name_space_regex(self._config.name_space))

@@ -1,0 +1,227 @@
+"""The only code that touches the Mooncake library: it makes the library's sharp edges unreachable.
+
+Known of wheel 0.3.13 (measured): calls before a successful setup or after close are segmentation faults, close during
+a call is one too; more than 2048 slices in flight to one peer wedge a TCP client for good; rdma without a NIC silently
+runs over TCP; `health_check` stays 0 with a dead master; a call to a dead master blocks 4.3 s; a failed setup leaves an
+object that must not be used. Put returns 0 for "stored or already there", so only `exist` says readable.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..config import EngineConfig, split_address
+from ..errors import ConfigError, StoreError
+
+MAX_KEYS = 256  # per call; two threads at most call at once, far below the 1024 slices a peer can take
+_LOCAL_BUFFER = 16 << 20
+_CONNECT_S = 1.0
+_MISSING = -704
+EXTRAS = {"cpu": "mooncake-transfer-engine-non-cuda", "cuda": "mooncake-transfer-engine"}
+
+
+def set_environment(log_level: str) -> None:
+    """Limits and log level of the library; must run before its first import. What the user has set stays."""
+    defaults = {
+        "MC_LOG_LEVEL": "WARNING" if log_level in ("debug", "info") else "ERROR",
+        "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+        "MC_RPC_TIMEOUT_MS": "5000",
+        "MC_TCP_STATUS_TIMEOUT_SEC": "5",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def library(name: str) -> Any:
+    """`mooncake.<name>`. Raises ConfigError that names the extra, or the system library, that is missing."""
+    try:
+        return importlib.import_module(f"mooncake.{name}")
+    except ModuleNotFoundError as error:
+        extras = ", ".join(f"xllm_hier[{extra}]" for extra in ("cpu", "cuda", "npu"))
+        raise ConfigError(
+            "enable_kvcache_store", True, f"with the Mooncake wheel installed: one of {extras}"
+        ) from error
+    except ImportError as error:
+        what = f"with its system libraries (apt-get install libibverbs1 libcurl4 libnuma1): {error}"
+        raise ConfigError("enable_kvcache_store", True, what) from error
+
+
+def reachable(address: str, timeout_s: float = _CONNECT_S) -> bool:
+    """Something accepts TCP connections at host:port."""
+    try:
+        with socket.create_connection(split_address(address), timeout=timeout_s):
+            return True
+    except OSError:
+        return False
+
+
+class MooncakeClient:
+    """One connection to the store: through this node's `mooncake_client` (shared memory) or direct.
+
+    All methods may be called from any thread; after `close`, and before `connect` succeeded, they raise StoreError.
+    """
+
+    def __init__(self, config: EngineConfig, rank: int) -> None:
+        self._config = config
+        self._rank = rank
+        self.through_node = bool(config.store_client_address)
+        self._store: Any = None
+        self._condition = threading.Condition()
+        self._calls = 0
+        self._closing = False
+
+    # --------------------------------------------------------------------------------------------- life
+
+    def connect(self, pool_bytes: int) -> None:
+        """Set up a fresh client; `pool_bytes` is what `allocate` will be asked for in all.
+
+        Raises:
+            StoreError: nobody answers, or the library refuses.
+        """
+        config = self._config
+        if not self.reachable():
+            raise StoreError(f"no store at {self._endpoint()}")
+        self._check_rdma()
+        store = library("store").MooncakeDistributedStore()
+        if self.through_node:
+            code = store.setup_dummy(pool_bytes, _LOCAL_BUFFER, config.store_client_address)
+        else:
+            host, port = split_address(config.store_local_hostname)
+            code = store.setup(
+                f"{host}:{port + self._rank}",
+                config.store_metadata_server,
+                0,
+                0,
+                config.store_protocol,
+                config.store_rdma_devices if config.store_protocol == "rdma" else "",
+                config.store_master_server_address,
+            )
+        if code != 0:
+            raise StoreError(f"set-up of the store client at {self._endpoint()} failed with code {code}")
+        with self._condition:
+            if self._closing:
+                store.close()
+                raise StoreError("the store client is closed")
+            self._store = store
+
+    def _endpoint(self) -> str:
+        return self._config.store_client_address or self._config.store_master_server_address
+
+    def _check_rdma(self) -> None:
+        folder = Path("/sys/class/infiniband")
+        if self._config.store_protocol == "rdma" and not (folder.is_dir() and any(folder.iterdir())):
+            raise StoreError("rdma was asked for and this machine has no RDMA device; tcp is not taken in its place")
+
+    def reachable(self) -> bool:
+        """The process we talk to accepts connections; says nothing of the master behind a node client."""
+        master = self._config.store_master_server_address
+        if self.through_node:
+            return reachable(self._config.store_client_address)
+        if master.startswith("etcd://"):
+            return any(reachable(part) for part in re.split("[;,]", master.removeprefix("etcd://")))
+        return reachable(master)
+
+    @property
+    def connected(self) -> bool:
+        return self._store is not None and not self._closing
+
+    @contextmanager
+    def _call(self) -> Iterator[Any]:
+        with self._condition:
+            if self._store is None or self._closing:
+                raise StoreError("the store client is not connected")
+            self._calls += 1
+        try:
+            yield self._store
+        finally:
+            with self._condition:
+                self._calls -= 1
+                self._condition.notify_all()
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Disconnect once no call is under way; False when one still is after `timeout_s`: the process must then end
+        by `os._exit`, since closing under a call is a segmentation fault."""
+        with self._condition:
+            self._closing = True
+            if not self._condition.wait_for(lambda: self._calls == 0, timeout_s):
+                return False
+            store, self._store = self._store, None
+        follows_leader = self._config.store_master_server_address.startswith("etcd://")
+        if store is not None and (self.through_node or not follows_leader):  # with etcd:// close takes 30 s
+            store.close()
+        return True
+
+    # ------------------------------------------------------------------------------------------- memory
+
+    def allocate(self, nbytes: int) -> int:
+        """Address of `nbytes` of memory shared with the node's client and registered; stays mapped for good."""
+        with self._call() as store:
+            address = int(store.alloc_from_mem_pool(nbytes))
+            if not address:
+                raise StoreError(f"the store client's pool cannot give {nbytes} bytes")
+            if store.register_buffer(address, nbytes) != 0:
+                raise StoreError(f"the store client does not register its own {nbytes} bytes")
+            return address
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Make own memory usable in `get` and `put` of a direct client."""
+        with self._call() as store:
+            code = store.register_buffer(address, nbytes)
+        if code != 0:
+            raise StoreError(f"registering {nbytes} bytes with the store client failed with code {code}")
+
+    # --------------------------------------------------------------------------------------------- calls
+
+    def exist(self, keys: Sequence[str]) -> list[bool]:
+        """Which keys are readable now; takes a lease on them. Raises StoreError when the store does not answer."""
+        found: list[bool] = []
+        for start in range(0, len(keys), MAX_KEYS):
+            part = list(keys[start : start + MAX_KEYS])
+            with self._call() as store:
+                codes = list(store.batch_is_exist(part))
+            if len(codes) != len(part) or any(code < 0 for code in codes):
+                raise StoreError(f"the store does not say what it holds: code {min(codes, default=None)}")
+            found.extend(code == 1 for code in codes)
+        return found
+
+    def get(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
+        """Bytes read into each address, negative for an error of that key (missing, lease ended, owner gone...)."""
+        codes: list[int] = []
+        for start in range(0, len(keys), MAX_KEYS):
+            end = start + MAX_KEYS
+            part = list(keys[start:end])
+            with self._call() as store:
+                answer = list(store.batch_get_into(part, list(addresses[start:end]), list(sizes[start:end])))
+            codes.extend(answer if len(answer) == len(part) else [_MISSING] * len(part))
+        return codes
+
+    def put(
+        self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int], groups: Sequence[str]
+    ) -> list[int]:
+        """0 = stored or there already, negative = error, per key. Objects of one of `groups` live and go together."""
+        codes: list[int] = []
+        for start in range(0, len(keys), MAX_KEYS):
+            end = start + MAX_KEYS
+            part = list(keys[start:end])
+            replicate = library("store").ReplicateConfig()
+            replicate.group_ids = list(groups[start:end])
+            with self._call() as store:
+                answer = list(store.batch_put_from(part, list(addresses[start:end]), list(sizes[start:end]), replicate))
+            codes.extend(answer if len(answer) == len(part) else [-1] * len(part))
+        return codes
+
+    def remove_matching(self, regex: str) -> int:
+        """Remove every key that `regex` matches, leased or not; returns how many."""
+        with self._call() as store:
+            count = int(store.remove_by_regex(regex, True))
+        if count < 0:
+            raise StoreError(f"removing keys failed with code {count}")
+        return count

@@ -1,0 +1,67 @@
+"""What a worker counts of its transfers: bytes, seconds, failures by cause; shared by all its threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+KINDS = ("g2h", "h2d", "d2h", "h2g")
+_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+class TransferStats:
+    """Counters of one worker; every method may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bytes = dict.fromkeys(KINDS, 0)
+        self._counts = {kind: [0] * (len(_BUCKETS_S) + 1) for kind in KINDS}
+        self._seconds = dict.fromkeys(KINDS, 0.0)
+        self._failures: dict[tuple[str, str], int] = {}
+        self._named: dict[str, int] = {}
+
+    def add(self, kind: str, nbytes: int, seconds: float) -> None:
+        """One finished transfer of `nbytes`."""
+        bucket = sum(seconds > limit for limit in _BUCKETS_S)
+        with self._lock:
+            self._bytes[kind] += nbytes
+            self._seconds[kind] += seconds
+            self._counts[kind][bucket] += 1
+
+    @contextmanager
+    def timed(self, kind: str, nbytes: int) -> Iterator[None]:
+        """Count the enclosed copy if it does not raise."""
+        start = time.perf_counter()
+        yield
+        self.add(kind, nbytes, time.perf_counter() - start)
+
+    def fail(self, kind: str, cause: str, count: int = 1) -> None:
+        """`count` blocks that `kind` could not move, and why; causes are few and fixed."""
+        if count:
+            with self._lock:
+                self._failures[kind, cause] = self._failures.get((kind, cause), 0) + count
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """A named counter of the store: hits, misses, puts."""
+        with self._lock:
+            self._named[name] = self._named.get(name, 0) + amount
+
+    def snapshot(self) -> dict[str, Any]:
+        """All counters in plain form, as `Call("stats")` answers them."""
+        with self._lock:
+            histograms = {}
+            for kind in KINDS:
+                total, buckets = 0, []
+                for limit, count in zip((*_BUCKETS_S, float("inf")), self._counts[kind], strict=True):
+                    total += count
+                    buckets.append([limit, total])
+                histograms[kind] = {"buckets": buckets, "sum": self._seconds[kind], "count": total}
+            return {
+                "transfer_bytes": dict(self._bytes),
+                "transfer_seconds": histograms,
+                "transfer_failures": [[kind, cause, count] for (kind, cause), count in self._failures.items()],
+                "store": dict(self._named),
+            }

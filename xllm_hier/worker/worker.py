@@ -1,0 +1,228 @@
+"""The worker process: takes plans in order, runs forwards, and answers while its other threads move blocks.
+
+The receiving thread hands store reads on at once; what must be ordered with forwards (loads, forwards, write-backs)
+goes through one queue to the main thread, which alone computes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import zmq
+
+from ..block import BlockType, CacheRole
+from ..config import EngineConfig
+from ..errors import XllmError
+from ..plans import (
+    Forward,
+    ForwardOutput,
+    PrefetchFromStorage,
+    TransferAck,
+    TransferBlocks,
+    TransferKvBlocks,
+    WorkerCall,
+    WorkerReady,
+    WorkerResult,
+    ints,
+)
+from ..store_key import MAIN
+from ..wire import Channel
+from .cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes
+from .kv_cache_transfer import HierarchyKVCacheTransfer
+from .layer_copy import LayerSynchronizer
+from .model_runner import ModelOutput, ModelRunner
+from .mooncake_client import set_environment
+from .platform import Platform
+from .transfer_stats import TransferStats
+
+log = logging.getLogger("xllm.worker")
+
+POLL_S = 0.2
+STUCK_EXIT_CODE = 3
+
+
+class Worker:
+    """One rank: model runner, transfers, and the two channels to the engine."""
+
+    def __init__(self, config: EngineConfig, rank: int, plans: Channel, answers: Channel) -> None:
+        self.config = config
+        self.rank = rank
+        self._plans = plans
+        self._answers = answers
+        self._answer_lock = threading.Lock()
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        self.stats = TransferStats()
+        self.platform = Platform.choose(config, rank)
+        self.runner = ModelRunner(config)
+        layout = self.runner.layout.of(BlockType.KV)
+        block_bytes = layout.payload_bytes
+        self.num_device_blocks = self.platform.num_device_blocks(config, block_bytes)
+        host_enabled = config.host_cache_enabled
+        self.num_host_blocks = int(self.num_device_blocks * config.host_blocks_factor) if host_enabled else 0
+        caches = allocate_device_cache(layout, self.num_device_blocks, self.platform.device)
+        self.runner.bind_cache(caches)
+        domain = CacheDomain(CacheRole.TARGET, MAIN, self.runner.layout)
+        domain.caches[BlockType.KV] = BlockCache(layout, [as_bytes(cache) for cache in caches])
+        self.transfer = HierarchyKVCacheTransfer(config, rank, self.stats, self.answer)
+        self.transfer.register(domain)
+        self.transfer.build(self.num_host_blocks)
+        self._receiver = threading.Thread(target=self._receive, name="plans", daemon=True)
+
+    def answer(self, message: Any) -> None:
+        """Send to the engine; a socket may change threads under a lock."""
+        with self._answer_lock:
+            self._answers.send(message)
+
+    # ------------------------------------------------------------------------------------------------ loops
+
+    def run(self) -> None:
+        """Announce readiness and compute until the engine says stop or is gone."""
+        layout = self.runner.layout.of(BlockType.KV)
+        self.answer(
+            WorkerReady(
+                self.rank,
+                self.num_device_blocks,
+                self.num_host_blocks,
+                self.runner.max_model_len,
+                self.runner.vocab_size,
+                list(self.runner.eos_token_ids),
+                layout.payload_bytes,
+                {
+                    **self.runner.details,
+                    "block_size": layout.block_size,
+                    "schema_hash": layout.schema_hash,
+                    "store_state": self.transfer.store_state,
+                },
+            )
+        )
+        self._receiver.start()
+        while not self._stop.is_set():
+            try:
+                plan = self._queue.get(timeout=POLL_S)
+            except queue.Empty:
+                continue
+            self._execute(plan)
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def _receive(self) -> None:
+        while not self._stop.is_set():
+            message = self._plans.receive(POLL_S)
+            if message is None:
+                if self._plans.peer_gone():
+                    log.info("the engine is gone: stopping")
+                    self._stop.set()
+            elif isinstance(message, PrefetchFromStorage):
+                self.transfer.prefetch(message)
+            elif isinstance(message, WorkerCall):
+                self._on_call(message)
+            else:
+                self._queue.put(message)
+
+    def _on_call(self, call: WorkerCall) -> None:
+        if call.method == "stop":
+            self._stop.set()
+        elif call.method == "stats":
+            state = {"store_state": self.transfer.store_state}
+            self.answer(WorkerResult(call.call_id, self.rank, {**self.stats.snapshot(), **state}))
+        elif call.method == "clear_store":
+            self.transfer.clear_store(lambda value: self.answer(WorkerResult(call.call_id, self.rank, value)))
+        else:
+            self.answer(WorkerResult(call.call_id, self.rank, {"error": f"no method {call.method!r}"}))
+
+    # ------------------------------------------------------------------------------------------------ plans
+
+    def _execute(self, plan: Any) -> None:
+        if isinstance(plan, Forward):
+            self.answer(self._forward(plan))
+        elif isinstance(plan, TransferBlocks):
+            scheduled = self.transfer.load_from_host(plan)
+            self.answer(TransferAck(plan.batch_id, self.rank, scheduled))
+        elif isinstance(plan, TransferKvBlocks):
+            self.transfer.offload(plan)
+        else:
+            log.error("the engine sent a %s", type(plan).__name__)
+
+    def _forward(self, plan: Forward) -> ForwardOutput:
+        loads = self.transfer.attach_loads()
+        waiter = LoadWaiter(loads, self.config.worker_timeout_s)
+        start = time.perf_counter()
+        error: str | None = None
+        output = ModelOutput([], [], [])
+        try:
+            output = self.runner.forward(plan, waiter)
+        except Exception as failure:  # the step's requests fail, the instance lives on
+            log.exception("step %d failed", plan.step_id)
+            error = f"{type(failure).__name__}: {failure}"
+        failed = waiter.finish()
+        unknown = set(plan.batch_ids) - {load.batch_id for load in loads}
+        return ForwardOutput(
+            plan.step_id,
+            self.rank,
+            ints(output.token_ids),
+            output.logprobs,
+            output.prompt_logprobs,
+            sorted({*failed, *unknown}),
+            time.perf_counter() - start - waiter.waited_s,
+            waiter.waited_s,
+            error,
+        )
+
+
+class LoadWaiter:
+    """What a forward calls before each layer: waits for all its loads to have brought that layer."""
+
+    def __init__(self, loads: list[LayerSynchronizer], timeout_s: float) -> None:
+        self._loads = loads
+        self._timeout_s = timeout_s
+        self.waited_s = 0.0
+
+    def __call__(self, layer: int) -> None:
+        if not self._loads:
+            return
+        start = time.perf_counter()
+        for load in self._loads:
+            load.wait(layer, self._timeout_s)
+        self.waited_s += time.perf_counter() - start
+
+    def finish(self) -> list[int]:
+        """Wait for the ends of all loads, used or not, and name those that failed."""
+        for load in self._loads:
+            load.wait_all(self._timeout_s)
+        return [load.batch_id for load in self._loads if load.error is not None]
+
+
+def run_worker(
+    config: EngineConfig, rank: int, addresses: tuple[str, str], ready: Callable[[dict[str, Any]], None]
+) -> int:
+    """Body of a worker process. Returns the exit code; ends the process at once when a store call is stuck."""
+    set_environment(config.log_level)
+    context: zmq.Context[Any] = zmq.Context()
+    plans = Channel(context, addresses[0], bind=False)
+    answers = Channel(context, addresses[1], bind=False)
+    torch.set_grad_enabled(False)
+    try:
+        worker = Worker(config, rank, plans, answers)
+        signal.signal(signal.SIGTERM, lambda *_: worker.stop())
+        ready({"rank": rank, **worker.runner.details})
+        worker.run()
+    except XllmError as error:
+        log.error("worker %d ends: %s", rank, error)
+        raise
+    if not worker.transfer.close():
+        os._exit(STUCK_EXIT_CODE)
+    worker._receiver.join(2 * POLL_S)
+    plans.close()
+    answers.close()
+    context.term()
+    return 0
