@@ -28,11 +28,12 @@ _STOP_S = 5.0
 _TRIES = 3
 _RESTART_PAUSE_S = 1.0
 _PR_SET_PDEATHSIG = 1
+_PRCTL = ctypes.CDLL(None).prctl  # looked up here: between fork and exec nothing may allocate
 
 
 def die_with_parent(parent_pid: int) -> None:
     """Ask the kernel to kill this process when the thread that started it ends; in the child, before it execs."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)
 
@@ -123,7 +124,7 @@ class EmbeddedStore:
                 stdout=logfile,
                 stderr=logfile,
                 env=self._environment,
-                preexec_fn=prepare,
+                preexec_fn=prepare,  # noqa: PLW1509 - only system calls in there
             )
 
     def _wait_until(self, ready: object, name: str) -> None:

@@ -19,6 +19,9 @@ class ConfigError(XllmError):
         self.value = value
         self.allowed = allowed
 
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return ConfigError, (self.name, self.value, self.allowed)
+
 
 class RequestError(XllmError):
     """A request cannot be served as asked; the API turns it into HTTP `status` with OpenAI's error body.

@@ -72,9 +72,12 @@ def _api_body(config: EngineConfig, run_dir: str, _rank: int, ready: Callable[[d
 _BODIES = {"engine": _engine_body, "worker": _worker_body, "api": _api_body}
 
 
-def _child(kind: str, config: EngineConfig, run_dir: str, rank: int, parent: int, by_signal: bool, pipe: Any) -> None:
-    """Entry of every child: tie its life to the parent's, run its body, report how it came up."""
-    if by_signal:
+def _child(kind: str, config: EngineConfig, run_dir: str, rank: int, pipe: Any, *, parent: int) -> None:
+    """Entry of every child: tie its life to the parent's, run its body, report how it came up.
+
+    `parent` is the launcher's pid, or 0 when it starts children from a thread whose end must not kill them.
+    """
+    if parent:
         die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the launcher stops us in order
     configure_logging(config.log_level, f"{kind}-{rank}" if kind == "worker" else kind)
@@ -193,10 +196,11 @@ class Instance:
 
     def _spawn(self, kind: str, config: EngineConfig, rank: int = 0) -> None:
         ours, theirs = _SPAWN.Pipe()
-        by_signal = threading.current_thread() is threading.main_thread()  # the signal fires at that thread's end
+        main = threading.current_thread() is threading.main_thread()  # the signal fires at that thread's end
         process = _SPAWN.Process(
             target=_child,
-            args=(kind, config, str(self._run_dir), rank, os.getpid(), by_signal, theirs),
+            args=(kind, config, str(self._run_dir), rank, theirs),
+            kwargs={"parent": os.getpid() if main else 0},
             name=f"xllm-{kind}-{rank}",
         )
         process.start()

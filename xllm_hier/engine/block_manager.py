@@ -479,12 +479,8 @@ class HierarchyBlockManagerPool:
             or sequence.num_published < first
         ):
             return False
-        missing = end - len(sequence.device_blocks)
-        if missing > 0:
-            blocks = self.device.allocate(missing)
-            if blocks is None:
-                return False
-            sequence.device_blocks.extend(blocks)
+        if not self._own_blocks(sequence, first, end):
+            return False
         sequence.use_canonical_hashes()
         while first < end and (same := self.device.find(sequence.hash_of(first))) is not None:
             self.device.pin(same)  # somebody had the same conversation: go on from their block
@@ -495,10 +491,25 @@ class HierarchyBlockManagerPool:
             return False
         sequence.num_published = first
         sequence.num_computed = first * self.block_size
-        sequence.write_from = max(first * self.block_size, sequence.prompt_length)
+        sequence.write_from = first * self.block_size
         sequence.canonical_end = end * self.block_size
         for index in range(first, end):
             self._filling.setdefault(sequence.hash_of(index), sequence)
+        return True
+
+    def _own_blocks(self, sequence: Sequence, first: int, end: int) -> bool:
+        """Give the sequence blocks `first` to `end` that nobody else holds or finds; False when there are not enough."""
+        held = sequence.device_blocks[first:end]
+        shared = [index for index, block in enumerate(held, first) if self.device.references(block) > 1]
+        blocks = self.device.allocate(len(shared) + max(0, end - len(sequence.device_blocks)))
+        if blocks is None:
+            return False
+        for index in shared:
+            self.device.unpin([sequence.device_blocks[index]])
+            sequence.replace_block(index, blocks.pop())
+        sequence.device_blocks.extend(blocks)
+        for block in sequence.device_blocks[first:end]:
+            self.device.withdraw(block)
         return True
 
     def deallocate(self, sequence: Sequence, *, resume: bool = False) -> None:
@@ -550,7 +561,7 @@ class HierarchyBlockManagerPool:
         offload.published = complete
         if not complete:
             self.num_failed_offloads += 1
-            log.error("a write-back of %d blocks failed: %s of ranks", len(offload.pairs), offload.copied)
+            log.warning("a write-back of %d blocks failed; copied per rank: %s", len(offload.pairs), offload.copied)
         self._finish_offload(transfer_id, offload)
 
     def on_offload_stored(self, answer: OffloadStored) -> None:
