@@ -64,24 +64,24 @@ def test_random_walks_answer_as_without_any_cache_and_return_every_block(setting
 
 
 def test_walks_meet_what_they_are_meant_to_meet() -> None:
-    preemptions, tiers, failed_loads, failed_offloads = 0, [0, 0, 0, 0], 0, 0
+    met = dict.fromkeys(("preemptions", "loads", "offloads", "device", "host", "store", "computed"), 0)
     for seed in range(25):
         dice = random.Random(seed)
-        simulation = Simulation(seed=seed, share=0.6, num_host=5, faults=Faults(load=0.2, offload=0.2))
-        ids = [simulation.add(prompt, 5) for prompt in shared_prompts(dice) if simulation.step() is None]
-        simulation.run()
-        preemptions += simulation.scheduler.num_preemptions
-        failed_loads += simulation.manager.num_failed_loads
-        failed_offloads += simulation.manager.num_failed_offloads
-        tiers = [
-            have + new for have, new in zip(tiers, map(sum, zip(*map(simulation.usage, ids), strict=True)), strict=True)
-        ]
-    assert min(preemptions, failed_loads, failed_offloads, *tiers) > 0, (
-        preemptions,
-        failed_loads,
-        failed_offloads,
-        tiers,
-    )
+        simulation = Simulation(seed=seed, share=0.6, num_host=7, faults=Faults(load=0.2, offload=0.2))
+        for _ in range(2):
+            for prompt in shared_prompts(dice):
+                simulation.add(prompt, 5)
+                simulation.step()
+            simulation.run()
+            dice.seed(seed)  # the same prompts again
+            simulation.manager.clear("device")
+            simulation.manager.clear("host")
+        met["preemptions"] += simulation.scheduler.num_preemptions
+        met["loads"] += simulation.manager.num_failed_loads
+        met["offloads"] += simulation.manager.num_failed_offloads
+        for tier, tokens in simulation.manager.prefix_tokens.items():
+            met[tier] += tokens
+    assert all(met.values()), met
 
 
 def test_a_failed_forward_ends_its_requests_only_and_frees_their_blocks() -> None:
