@@ -190,6 +190,7 @@ class SimulatedWorkers:
 
     def forward(self, plan: Forward) -> ForwardOutput:
         """Compute every row, checking the context of each; a context that a failed load spoilt is not checked."""
+        self.sent.append(plan)
         for work in self.late:
             work()
         self.late.clear()

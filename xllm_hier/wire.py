@@ -50,7 +50,7 @@ def _from_extension(code: int, data: bytes) -> Any:
     if code == _INTS:
         if len(data) % 4:
             raise WireError(f"an int32 array of {len(data)} bytes")
-        return np.frombuffer(data, dtype=np.int32)
+        return np.frombuffer(data, dtype=np.int32).copy()  # writable, as torch wants it
     if code == _MESSAGE:
         return unpack(data)
     raise WireError(f"unknown extension type {code}")

