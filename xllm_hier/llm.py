@@ -8,6 +8,7 @@ with LLM("/models/SmolLM2-135M-Instruct", host_blocks_factor=4.0) as llm:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import threading
 from collections.abc import Coroutine, Sequence
@@ -24,7 +25,7 @@ from .api.output import ChoiceDecoder, TokenEvent, decode_choice
 from .api.sampling import SamplingParams, ServedModel, build_requests
 from .api.tokenizer import Tokenizer, load_tokenizer
 from .config import EngineConfig
-from .errors import RequestError
+from .errors import EngineDeadError, RequestError
 from .launch import Instance
 from .plans import AddRequest, PromptUsage, TokenLogprob
 
@@ -34,6 +35,7 @@ T = TypeVar("T")
 _CALL_S = 60.0
 _MAX_OPEN = 512  # engine requests at once; more would only wait inside the engine
 _START_TOLERANCE_S = 30.0
+_WATCH_S = 0.5
 
 
 @dataclass
@@ -91,7 +93,9 @@ class LLM:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="xllm_hier-llm", daemon=True)
         self._thread.start()
-        self._closed = False
+        self._closed = threading.Event()
+        self._watch = threading.Thread(target=self._look_after, name="xllm_hier-llm-watch", daemon=True)
+        self._watch.start()
         self._client: EngineClient | None = None
         try:
             self._client = self._run(EngineClient.connect(self._instance.engine_address, _START_TOLERANCE_S))
@@ -146,17 +150,18 @@ class LLM:
 
     def close(self) -> None:
         """Stop the instance and its processes; a second call does nothing."""
-        if self._closed:
+        if self._closed.is_set():
             return
-        self._closed = True
+        self._closed.set()
+        self._watch.join()
         try:
+            self._instance.stop()
             if self._client is not None:
                 self._run(self._client.close())
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
-            self._instance.stop()
 
     def __enter__(self) -> LLM:
         return self
@@ -177,8 +182,14 @@ class LLM:
             future.cancel()
             raise
 
+    def _look_after(self) -> None:
+        """Keep the instance's helpers alive; its end is noticed by the client, which fails what is open."""
+        with contextlib.suppress(EngineDeadError):
+            while not self._closed.wait(_WATCH_S):
+                self._instance.poll()
+
     def _engine(self) -> EngineClient:
-        if self._client is None or self._closed:
+        if self._client is None or self._closed.is_set():
             raise RequestError("this LLM is closed")
         return self._client
 

@@ -1,0 +1,186 @@
+"""What Prometheus reads: the engine's counters as it tells them, and the times that only the API sees.
+
+Names are those of the documentation; vLLM's names for the same figures stand beside them, so that its dashboards work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from ..errors import EngineDeadError, RequestError
+from .engine_client import EngineClient
+
+STORE_STATES = ("attached", "degraded", "detached")
+_TIERS = ("device", "host", "store", "computed")
+_FIRST_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 300)
+_NEXT_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+_WHOLE_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
+
+
+class EngineStats:
+    """The engine's latest stats; asks again when they are older than `max_age_s`, and keeps the old ones on silence."""
+
+    def __init__(self, client: EngineClient, max_age_s: float = 0.2) -> None:
+        self._client = client
+        self._max_age_s = max_age_s
+        self._asked_at = float("-inf")
+        self.values: dict[str, Any] = {}
+        self.fresh = False
+
+    async def refresh(self, timeout_s: float) -> dict[str, Any]:
+        """The stats, at most `timeout_s` seconds later; `fresh` tells whether the engine answered this time."""
+        if self.fresh and time.monotonic() - self._asked_at < self._max_age_s:
+            return self.values
+        try:
+            self.values = await self._client.call("stats", timeout_s)
+            self.fresh = True
+        except (TimeoutError, EngineDeadError, RequestError):
+            self.fresh = False
+        self._asked_at = time.monotonic()
+        return self.values
+
+    @property
+    def store_state(self) -> str:
+        return str(self.values.get("store_state") or self._client.info.get("store_state") or "detached")
+
+
+class ApiMetrics:
+    """Owns the registry of one API process."""
+
+    def __init__(self, stats: EngineStats) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(stats))
+        self._first = self._histogram("xllm_time_to_first_token_seconds", "request to first token", _FIRST_BUCKETS)
+        self._first_vllm = self._histogram("vllm:time_to_first_token_seconds", "request to first token", _FIRST_BUCKETS)
+        self._next = self._histogram("xllm_inter_token_seconds", "between tokens of one choice", _NEXT_BUCKETS)
+        self._whole = self._histogram("xllm_request_seconds", "request to the end of a choice", _WHOLE_BUCKETS)
+        self._ended = Counter(
+            "xllm_requests", "choices that ended, by reason", ["finish_reason"], registry=self._registry
+        )
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, text, buckets=buckets, registry=self._registry)
+
+    def start_request(self) -> RequestTimes:
+        """Start the clock of one HTTP request."""
+        return RequestTimes(self)
+
+    def observe_token(self, seconds: float, *, first: bool) -> None:
+        if first:
+            self._first.observe(seconds)
+            self._first_vllm.observe(seconds)
+        else:
+            self._next.observe(seconds)
+
+    def observe_end(self, seconds: float, finish_reason: str) -> None:
+        self._whole.observe(seconds)
+        self._ended.labels(finish_reason).inc()
+
+    def render(self) -> bytes:
+        """Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class RequestTimes:
+    """The clock of one HTTP request, whose choices run side by side."""
+
+    def __init__(self, metrics: ApiMetrics) -> None:
+        self._metrics = metrics
+        self._start = time.perf_counter()
+        self._last: dict[int, float] = {}
+
+    def token(self, choice: int) -> None:
+        now = time.perf_counter()
+        last = self._last.get(choice)
+        self._metrics.observe_token(now - (self._start if last is None else last), first=last is None)
+        self._last[choice] = now
+
+    def ended(self, finish_reason: str) -> None:
+        self._metrics.observe_end(time.perf_counter() - self._start, finish_reason)
+
+
+class _EngineCollector(Collector):
+    """Renders the engine's stats; figures that it does not tell are left out."""
+
+    def __init__(self, stats: EngineStats) -> None:
+        self._stats = stats
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        values = self._stats.values
+        yield from _prefix(values)
+        yield _blocks(values.get("blocks", {}))
+        yield from _transfers(values)
+        state = GaugeMetricFamily("xllm_store_state", "1 for the state the store is in", labels=["state"])
+        for name in STORE_STATES:
+            state.add_metric([name], float(name == self._stats.store_state))
+        yield state
+        yield from _queues(values)
+
+
+def _counter(name: str, text: str, value: float) -> CounterMetricFamily:
+    return CounterMetricFamily(name, text, value=value)
+
+
+def _prefix(values: dict[str, Any]) -> Iterator[Metric]:
+    tokens = values.get("prefix_tokens", {})
+    by_tier = CounterMetricFamily("xllm_prefix_tokens", "prompt tokens by the tier that paid", labels=["tier"])
+    for tier in _TIERS:
+        by_tier.add_metric([tier], tokens.get(tier, 0))
+    yield by_tier
+    total, computed = sum(tokens.get(tier, 0) for tier in _TIERS), tokens.get("computed", 0)
+    yield _counter("vllm:prefix_cache_queries", "prompt tokens looked up", total)
+    yield _counter("vllm:prefix_cache_hits", "prompt tokens found in any tier", total - computed)
+    yield _counter("vllm:prompt_tokens", "prompt tokens", total)
+    yield _counter("vllm:generation_tokens", "generated tokens", values.get("generation_tokens", 0))
+    yield _counter("xllm_generation_tokens", "generated tokens", values.get("generation_tokens", 0))
+
+
+def _blocks(blocks: dict[str, dict[str, dict[str, int]]]) -> Metric:
+    family = GaugeMetricFamily("xllm_blocks", "blocks by tier, type and state", labels=["tier", "type", "state"])
+    for tier, types in blocks.items():
+        for block_type, states in types.items():
+            for state, count in states.items():
+                family.add_metric([tier, block_type, state], count)
+    return family
+
+
+def _transfers(values: dict[str, Any]) -> Iterator[Metric]:
+    moved = CounterMetricFamily("xllm_transfer_bytes", "bytes moved between tiers", labels=["kind"])
+    for kind, count in values.get("transfer_bytes", {}).items():
+        moved.add_metric([kind], count)
+    yield moved
+    times = HistogramMetricFamily("xllm_transfer_seconds", "time of one transfer", labels=["kind"])
+    for kind, found in values.get("transfer_seconds", {}).items():
+        buckets = [(f"{float(le):g}", float(count)) for le, count in found.get("buckets", ()) if float(le) != _INF]
+        times.add_metric([kind], [*buckets, ("+Inf", float(found.get("count", 0)))], found.get("sum", 0.0))
+    yield times
+    failures = CounterMetricFamily("xllm_transfer_failures", "transfers that failed", labels=["kind", "cause"])
+    for kind, cause, count in values.get("transfer_failures", ()):
+        failures.add_metric([kind, cause], count)
+    yield failures
+
+
+def _queues(values: dict[str, Any]) -> Iterator[Metric]:
+    for state in ("running", "waiting", "prefetching"):
+        if state in values:
+            yield GaugeMetricFamily(f"xllm_requests_{state}", f"requests {state}", value=values[state])
+    for state in ("running", "waiting"):
+        if state in values:
+            yield GaugeMetricFamily(f"vllm:num_requests_{state}", f"requests {state}", value=values[state])
+    yield _counter("xllm_preemptions", "sequences that lost their device blocks", values.get("preemptions", 0))
+    yield _counter("xllm_steps", "steps of the engine", values.get("steps", 0))
+    if "uptime_s" in values:
+        yield GaugeMetricFamily("xllm_uptime_seconds", "since the engine's start", value=values["uptime_s"])
+
+
+_INF = float("inf")
