@@ -27,7 +27,7 @@ _START_S = 15.0
 _STOP_S = 5.0
 _TRIES = 3
 _RESTART_PAUSE_S = 1.0
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _PRCTL = ctypes.CDLL(None).prctl  # looked up here: between fork and exec nothing may allocate
 
 
@@ -36,6 +36,11 @@ def die_with_parent(parent_pid: int) -> None:
     _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def set_process_name(name: str) -> None:
+    """What `ps` and `top` show of this process (the kernel keeps 15 characters)."""
+    _PRCTL(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def free_ports(count: int) -> list[int]:

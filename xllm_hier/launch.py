@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import EngineConfig
-from .embedded_store import EmbeddedStore, die_with_parent
+from .embedded_store import EmbeddedStore, die_with_parent, set_process_name
 from .errors import EngineDeadError, StartupError, XllmError
 from .wire import Deadline
 
@@ -80,7 +80,9 @@ def _child(kind: str, config: EngineConfig, run_dir: str, rank: int, pipe: Any, 
     if parent:
         die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the launcher stops us in order
-    configure_logging(config.log_level, f"{kind}-{rank}" if kind == "worker" else kind)
+    name = f"{kind}-{rank}" if kind == "worker" else kind
+    set_process_name(f"xllm-{name}")
+    configure_logging(config.log_level, name)
     threading.Thread(target=_watch_parent, args=(pipe,), daemon=True, name="parent-watch").start()
     try:
         code = _BODIES[kind](config, run_dir, rank, lambda info: pipe.send(("ready", info)))

@@ -1,0 +1,179 @@
+"""The main promise, on real processes and a real store: a hit in any tier changes nothing but the time.
+
+Log probabilities are compared as well as tokens: they are equal only if the logits are, bit for bit.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from serving import Answer, Server, running_store, store_flags
+from tiny_models import VOCAB, make
+
+BLOCK = 16
+COMMON = [f"--block_size={BLOCK}", "--max_cache_size=8MB", "--max_tokens_per_batch=512", "--check_invariants"]
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    dice = random.Random(seed)
+    return [dice.randrange(3, VOCAB) for _ in range(length)]
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("model") / f"tiny-{request.param}", "llama", getattr(torch, request.param))
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> Iterator[Server]:
+    """The hierarchy switched off: what every other answer must equal."""
+    with Server(model, *COMMON, "--enable_prefix_cache=false") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    with running_store(tmp_path_factory.mktemp("store")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def tiered(model: Path, store: object) -> Iterator[Server]:
+    with Server(model, *COMMON, *store_flags(store)) as server:  # type: ignore[arg-type]
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def clean(request: pytest.FixtureRequest) -> None:
+    if "tiered" in request.fixturenames:
+        tiered: Server = request.getfixturevalue("tiered")
+        tiered.wait_quiet()
+        tiered.clear("device", "host", "store")
+
+
+def test_the_same_tokens_and_bits_off_cold_and_from_each_tier(plain: Server, tiered: Server) -> None:
+    prompt = prompt_of(1, 100)
+    expected = plain.ask(prompt)
+    cold = tiered.ask(prompt)
+    device = tiered.ask(prompt)
+    tiered.clear("device")
+    host = tiered.ask(prompt)
+    tiered.clear("device", "host")
+    store = tiered.ask(prompt)
+    answers = [cold, device, host, store]
+    assert [answer.bits for answer in answers] == [expected.bits] * 4
+    assert [answer.cached for answer in answers] == [(0, 0, 0), (96, 0, 0), (0, 96, 0), (0, 0, 96)]
+
+
+@pytest.mark.parametrize("length", [16, 17, 47, 48, 64])
+def test_partial_hits_at_every_block_boundary_and_full_hits(plain: Server, tiered: Server, length: int) -> None:
+    prompt = prompt_of(2, length)
+    expected = plain.ask(prompt).bits
+    for boundary in range(0, length + 1, BLOCK):
+        for forget in ((), ("device",), ("device", "host")):
+            tiered.clear("device", "host", "store")
+            if boundary:
+                tiered.ask(prompt[:boundary] + prompt_of(99, 1), 1)
+                tiered.wait_quiet()
+            tiered.clear(*forget)
+            got = tiered.ask(prompt)
+            assert got.bits == expected, (boundary, forget)
+            tier = (0, 1, 2)[len(forget)]
+            assert got.cached[tier] == min(boundary, length - 1) == sum(got.cached)
+
+
+def test_an_instance_finds_what_an_earlier_one_stored(model: Path, plain: Server, store: object) -> None:
+    prompt = prompt_of(3, 90)
+    expected = plain.ask(prompt).bits
+    for direct, cached in ((False, 0), (False, 80), (True, 80)):
+        with Server(model, *COMMON, *store_flags(store, direct=direct), "--model_id=restart") as server:  # type: ignore[arg-type]
+            got = server.ask(prompt)
+            server.wait_quiet()
+        assert got.bits == expected and got.cached == (0, 0, cached)
+
+
+@pytest.mark.parametrize("flags", [["--max_tokens_per_chunk_for_prefill=40"], ["--max_tokens_per_batch=33"]])
+def test_chunked_runs_write_the_same_blocks_and_read_them(
+    model: Path, plain: Server, tiered: Server, store: object, flags: list[str]
+) -> None:
+    prompt = prompt_of(4, 300)
+    expected = plain.ask(prompt).bits
+    with Server(model, *COMMON, *flags, *store_flags(store)) as chunked:  # type: ignore[arg-type]
+        assert chunked.ask(prompt).bits == expected
+        chunked.wait_quiet()
+        got = tiered.ask(prompt)
+        assert got.bits == expected and got.cached == (0, 0, 288)
+
+
+def test_after_one_cold_chunked_run_of_2000_tokens_every_full_block_is_in_the_store(tiered: Server) -> None:
+    prompt = prompt_of(5, 2000)
+    cold = tiered.ask(prompt, 2)
+    tiered.wait_quiet()
+    tiered.clear("device", "host")
+    warm = tiered.ask(prompt, 2)
+    assert cold.cached == (0, 0, 0) and warm.cached == (0, 0, 1999) and warm.bits == cold.bits
+
+
+def test_eight_requests_at_once_share_a_prefix_and_answer_as_each_alone(plain: Server, tiered: Server) -> None:
+    trunk = prompt_of(6, 70)
+    prompts = [trunk[: 40 + 4 * n] + prompt_of(60 + n, 1 + 7 * n) for n in range(8)]
+    expected = [plain.ask(prompt, 12).bits for prompt in prompts]
+    for forget in ((), ("device",), ("device", "host")):
+        tiered.wait_quiet()
+        tiered.clear(*forget)
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            answers: list[Answer] = list(pool.map(lambda prompt: tiered.ask(prompt, 12), prompts))
+        assert [answer.bits for answer in answers] == expected
+    assert all(sum(answer.cached) >= 32 for answer in answers)
+
+
+def test_the_next_turn_of_a_conversation_reuses_the_answer_with_equal_bits(plain: Server, tiered: Server) -> None:
+    turn = prompt_of(7, 30)
+    for number in range(3):
+        answer = tiered.ask(turn, 40)
+        assert answer.bits == plain.ask(turn, 40).bits
+        tiered.wait_quiet()
+        if number == 1:
+            tiered.clear("device")
+        previous, turn = turn, [*turn, *answer.token_ids, *prompt_of(70 + number, 5)]
+        expected_blocks = (len(previous) + 40) // BLOCK
+        assert sum(tiered.ask(turn, 1).cached) >= expected_blocks * BLOCK - 1
+
+
+def test_preempted_sequences_answer_with_the_bits_they_would_have_had(model: Path, plain: Server) -> None:
+    prompts = [prompt_of(80 + n, 40) for n in range(6)]
+    expected = [plain.ask(prompt, 60).bits for prompt in prompts]
+    block_bytes = 2 * 2 * BLOCK * 2 * 12 * (2 if "bfloat16" in model.name else 4)
+    small = [f"--block_size={BLOCK}", f"--max_cache_size={17 * block_bytes}", "--check_invariants"]
+    for more in (["--host_blocks_factor=4"], []):
+        with Server(model, *small, *more) as server:
+            with concurrent.futures.ThreadPoolExecutor(6) as pool:
+                answers = list(pool.map(lambda prompt, s=server: s.ask(prompt, 60), prompts))
+            assert server.stats()["preemptions"] > 0
+            assert [answer.bits for answer in answers] == expected
+
+
+def test_salts_keep_tenants_apart_in_every_tier(tiered: Server) -> None:
+    prompt = prompt_of(9, 64)
+    first = tiered.ask(prompt, extra_body={"cache_salt": "a"})
+    other = tiered.ask(prompt, extra_body={"cache_salt": "b"})
+    again = tiered.ask(prompt, extra_body={"cache_salt": "a"})
+    assert other.cached == (0, 0, 0) and again.cached == (63, 0, 0)
+    assert first.bits == other.bits == again.bits
+
+
+def test_the_tier_counters_sum_to_all_prompt_tokens(tiered: Server) -> None:
+    before = tiered.stats()["prefix_tokens"]
+    lengths = [5, 16, 33, 33, 90, 90]
+    for number, length in enumerate(lengths):
+        tiered.ask(prompt_of(10, length), 1)
+        if number % 2:
+            tiered.clear("device")
+    after = tiered.stats()["prefix_tokens"]
+    assert sum(after.values()) - sum(before.values()) == sum(lengths)
+    assert all(after[tier] > before[tier] for tier in ("device", "host", "computed"))
