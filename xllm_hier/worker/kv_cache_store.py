@@ -68,7 +68,7 @@ class _Object:
 
 def checksum(cache: BlockCache, block: int) -> bytes:
     """8 bytes over the payload of a host block (XXH3-64)."""
-    return xxhash.xxh3_64_digest(cache.payload(block).numpy())
+    return xxhash.xxh3_64_digest(memoryview(cache.payload(block).numpy()))
 
 
 def write_trailer(cache: BlockCache, block: int, block_hash: bytes) -> None:

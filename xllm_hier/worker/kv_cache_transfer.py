@@ -213,7 +213,7 @@ class HierarchyKVCacheTransfer:
     # ------------------------------------------------------------------------------------------------- end
 
     def clear_store(self, done: Callable[[dict[str, Any]], None]) -> None:
-        """Remove this name space from the store, after all writes submitted before; `done` gets `removed` or `error`."""
+        """Remove this name space from the store after the writes submitted before; `done` gets `removed` or `error`."""
 
         def work() -> None:
             try:

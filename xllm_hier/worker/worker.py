@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import zmq
+from tqdm import tqdm
 
 from ..block import BlockType, CacheRole
 from ..config import EngineConfig
@@ -207,6 +208,7 @@ def run_worker(
 ) -> int:
     """Body of a worker process. Returns the exit code; ends the process at once when a store call is stuck."""
     set_environment(config.log_level)
+    tqdm.set_lock(threading.RLock())  # its own is a named semaphore, which SIGKILL would leave in /dev/shm
     context: zmq.Context[Any] = zmq.Context()
     plans = Channel(context, addresses[0], bind=False)
     answers = Channel(context, addresses[1], bind=False)

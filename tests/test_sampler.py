@@ -1,0 +1,98 @@
+"""Token choice: greedy, filters, and draws that depend on seed and number only."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from xllm_hier.plans import SamplingSpec
+from xllm_hier.worker.sampler import sample, token_logprobs, uniform
+
+GOLDEN = [0.094327904725, 0.459839631343, 0.860414516212]
+# Probabilities 0.5, 0.25, 0.125, 0.125 in a scattered order: token 3 is the most likely, then 1, then 0 and 2.
+LOGITS = torch.tensor([0.125, 0.25, 0.125, 0.5]).log()
+
+
+def tokens_drawn(logits: torch.Tensor, count: int = 400, **spec) -> Counter[int]:
+    rows = logits.expand(count, -1)
+    return Counter(sample(rows, [SamplingSpec(**{"temperature": 1.0} | spec)] * count, range(count)))
+
+
+def test_greedy_takes_the_lowest_id_of_equals():
+    logits = torch.tensor([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0]])
+    assert sample(logits, [SamplingSpec()] * 2, [0, 0]) == [1, 0]
+
+
+def test_draws_follow_the_distribution():
+    drawn = tokens_drawn(LOGITS, 4000)
+    for token, probability in enumerate(LOGITS.exp().tolist()):
+        deviation = math.sqrt(4000 * probability * (1 - probability))
+        assert abs(drawn[token] - 4000 * probability) < 5 * deviation
+
+
+def test_temperature_sharpens_before_the_filters():
+    """At temperature 0.5 probabilities are squared: 4/5.5 for token 3 alone passes top_p 0.7, at 1.0 it does not."""
+    assert set(tokens_drawn(LOGITS, temperature=0.5, top_p=0.7)) == {3}
+    assert set(tokens_drawn(LOGITS, temperature=1.0, top_p=0.7)) == {3, 1}
+
+
+@pytest.mark.parametrize(
+    ("spec", "passing"),
+    [
+        ({"top_k": 1}, {3}),
+        ({"top_k": 2}, {3, 1}),
+        ({"top_k": 99}, {0, 1, 2, 3}),
+        ({"top_p": 0.01}, {3}),
+        ({"top_p": 0.5}, {3}),
+        ({"top_p": 0.51}, {3, 1}),
+        ({"min_p": 0.49}, {3, 1}),
+        ({"min_p": 0.6}, {3}),
+        ({"min_p": 0.3, "top_p": 0.8}, {3, 1}),
+        ({"top_k": 2, "top_p": 0.6}, {3}),  # of what top_k left, token 3 has two thirds
+        ({"top_k": 2, "top_p": 0.7}, {3, 1}),
+        ({"min_p": 0.3, "top_p": 0.6}, {3}),  # of what min_p left, too
+    ],
+)
+def test_filters_let_through_what_they_say(spec, passing):
+    assert set(tokens_drawn(LOGITS, **spec)) == passing
+
+
+def test_top_p_of_a_flat_distribution_needs_more_than_the_first_look():
+    drawn = tokens_drawn(torch.arange(5000) * -1e-6, 200, top_p=0.6)
+    assert 2500 < max(drawn) < 3010
+
+
+@pytest.mark.parametrize("spec", [{}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.01}])
+def test_a_draw_depends_on_seed_and_number_only(spec):
+    torch.manual_seed(0)
+    logits = torch.randn(3, 200)
+    mine = SamplingSpec(temperature=0.8, seed=42, **spec)
+    alone = [sample(logits[:1], [mine], [draw])[0] for draw in range(30)]
+    other = SamplingSpec(temperature=1.3, seed=7)
+    crowd = [sample(logits[[1, 0, 2]], [other, mine, SamplingSpec()], [3, draw, 9])[1] for draw in reversed(range(30))]
+    assert alone == crowd[::-1]
+    assert len(set(alone)) > 5
+
+
+def test_uniform_numbers_never_change():
+    """Golden: a resumed request on another machine, or a later version, must draw the same."""
+    assert [round(uniform(0, draw), 12) for draw in range(3)] == GOLDEN
+    numbers = [uniform(seed, draw) for seed in range(40) for draw in range(40)]
+    assert len(set(numbers)) == 1600
+    assert 0 <= min(numbers) < 0.01
+    assert 0.99 < max(numbers) < 1
+    assert uniform(-1, 0) == uniform((1 << 64) - 1, 0)
+
+
+def test_logprobs_are_of_the_raw_distribution():
+    logits = torch.stack([LOGITS, LOGITS + 5.0, LOGITS])
+    first, second, third = token_logprobs(logits, [1, 2, 3], [2, 0, None])
+    assert third is None
+    assert (first.token_id, first.rank, first.top_ids) == (1, 2, [3, 1])
+    assert first.logprob == pytest.approx(math.log(0.25))
+    assert first.top_logprobs == pytest.approx([math.log(0.5), math.log(0.25)])
+    assert (second.rank, second.top_ids, second.top_logprobs) == (3, [], [])
+    assert second.logprob == pytest.approx(math.log(0.125))

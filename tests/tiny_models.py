@@ -1,0 +1,173 @@
+"""Tiny random checkpoints in Hugging Face folders, one per family, and a driver that runs a model without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.utils import logging as transformers_logging
+
+from xllm_hier.config import EngineConfig
+from xllm_hier.plans import DecodeSequence, Forward, PrefillSequence, SamplingSpec, ints
+from xllm_hier.worker.model_runner import ModelOutput, ModelRunner
+
+VOCAB = 320
+WINDOW = 24
+
+# Sizes are not multiples of 64 on purpose: vector tails must not show in the results.
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 72,
+    "intermediate_size": 104,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def llama(**changes: Any) -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**SHAPE | {"head_dim": 12} | changes))
+
+
+def mistral(**changes: Any) -> PreTrainedModel:
+    return MistralForCausalLM(MistralConfig(**SHAPE | {"head_dim": 12, "sliding_window": WINDOW} | changes))
+
+
+def qwen2(**changes: Any) -> PreTrainedModel:
+    return Qwen2ForCausalLM(Qwen2Config(**SHAPE | changes))
+
+
+def qwen3(**changes: Any) -> PreTrainedModel:
+    return Qwen3ForCausalLM(Qwen3Config(**SHAPE | {"head_dim": 20} | changes))
+
+
+def gemma3(**changes: Any) -> PreTrainedModel:
+    """One sliding layer and one full one, with rope bases of their own."""
+    types = ["sliding_attention", "full_attention"]
+    more = {"head_dim": 20, "sliding_window": WINDOW, "layer_types": types, "query_pre_attn_scalar": 24}
+    return Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE | more | changes))
+
+
+FAMILIES: dict[str, Callable[..., PreTrainedModel]] = {
+    "llama": llama,
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "gemma3": gemma3,
+}
+
+
+def make(folder: Path, family: str, dtype: torch.dtype = torch.float32, *, seed: int = 0, **changes: Any) -> Path:
+    """Save a random model of `family` into `folder`; weights are large enough for attention to matter."""
+    torch.manual_seed(seed)
+    model = FAMILIES[family](**changes)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            wide = 0.3 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
+            centre = 1.0 if parameter.ndim == 1 and family != "gemma3" and name.endswith("norm.weight") else 0.0
+            parameter.copy_(torch.randn(parameter.shape) * wide + centre)
+    folder.mkdir(parents=True, exist_ok=True)
+    transformers_logging.disable_progress_bar()
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+class Driver:
+    """A runner with a cache of its own, driven by hand; every slot of the cache starts as NaN."""
+
+    def __init__(self, folder: Path, *, block_size: int = 16, num_blocks: int = 96, **settings: Any) -> None:
+        self.runner = ModelRunner(
+            EngineConfig(model=str(folder), block_size=block_size, num_threads=2, **settings), progress=False
+        )
+        self.block_size = block_size
+        layout = self.runner.layout.blocks[0]
+        shape = (num_blocks, 2, *layout.tensors[0].shape)
+        self.caches = [torch.full(shape, float("nan"), dtype=self.runner.dtype) for _ in layout.layers]
+        self.runner.bind_cache(self.caches)
+
+    def step(
+        self,
+        prefill: Sequence[PrefillSequence] = (),
+        decode: Sequence[DecodeSequence] = (),
+        wait_for_layer: Callable[[int], None] = lambda layer: None,
+    ) -> ModelOutput:
+        return self.runner.forward(Forward(0, [], list(prefill), list(decode)), wait_for_layer)
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """What the last step sampled from, [sampled sequences, vocab]."""
+        return self.runner.last_logits
+
+    def poison(self) -> None:
+        for cache in self.caches:
+            cache.fill_(float("nan"))
+
+    def blocks(self, table: Sequence[int], num_tokens: int) -> torch.Tensor:
+        """The full blocks of a sequence, [layers, blocks, 2, block_size, kv_heads, head_dim]."""
+        return torch.stack([cache[list(table[: num_tokens // self.block_size])] for cache in self.caches])
+
+    def restore(self, table: Sequence[int], blocks: torch.Tensor) -> None:
+        """Put blocks saved from another table, or another cache, into the first places of this table."""
+        for cache, saved in zip(self.caches, blocks, strict=True):
+            cache[list(table[: saved.shape[0]])] = saved
+
+
+def prompt_part(
+    token_ids: Sequence[int], table: Sequence[int], start: int = 0, stop: int | None = None, **more: Any
+) -> PrefillSequence:
+    """Tokens `start .. stop` of a prompt; the part that ends the prompt is sampled from."""
+    stop = len(token_ids) if stop is None else stop
+    sampling = SamplingSpec() if stop == len(token_ids) else None
+    return PrefillSequence(
+        **{
+            "start": start,
+            "token_ids": ints(token_ids[start:stop]),
+            "block_table": ints(table),
+            "write_from": start,
+            "sampling": sampling,
+        }
+        | more
+    )
+
+
+def generated(token_ids: Sequence[int], table: Sequence[int], start: int, **more: Any) -> DecodeSequence:
+    """Generated tokens `start ...`; the last one is sampled from."""
+    return DecodeSequence(
+        **{
+            "start": start,
+            "token_ids": ints(token_ids[start:]),
+            "block_table": ints(table),
+            "sampling": SamplingSpec(),
+        }
+        | more
+    )
+
+
+def random_prompt(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB, (length,), generator=generator).tolist()
+
+
+def random_table(num_blocks: int, seed: int = 0, pool: range = range(96)) -> list[int]:
+    """Scattered device blocks out of `pool`."""
+    generator = torch.Generator().manual_seed(seed)
+    return [pool[i] for i in torch.randperm(len(pool), generator=generator)[:num_blocks].tolist()]

@@ -1,0 +1,315 @@
+"""The model of one worker: loads it, says what its cache looks like, and computes one plan at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig
+
+from ..block import BlockLayout, BlockType, CacheLayout, CacheRole, TensorSpec
+from ..config import EngineConfig
+from ..errors import ConfigError
+from ..models.decoder import Decoder, StepRows, load_decoder
+from ..models.families import DecoderSpec, decoder_spec
+from ..models.hf_model import HfModel
+from ..models.linear import DECODE_TILE_COST, PREFILL_TILE_COST, Linear, can_pack, choose_tiles
+from ..models.rope import RopeTable
+from ..models.weights import Checkpoint
+from ..plans import DecodeSequence, Forward, PrefillSequence, TokenLogprob
+from .attention import PagedAttention, Span, find_query_tiles
+from .sampler import sample, token_logprobs
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_BLOCK_SIZE = {"cpu": 32, "npu": 128, "cuda": 256}
+# Prompt log probabilities take vocab x 4 bytes per row; so many rows at a time bound it.
+_HEAD_ROWS = 32
+
+
+@dataclass
+class ModelOutput:
+    """One token and perhaps its log probability per sequence that had `sampling`, prefill first, in plan order.
+
+    `prompt_logprobs`: one list per prefill sequence that asked, one entry per position whose next token is known.
+    """
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprob | None]
+    prompt_logprobs: list[list[TokenLogprob]]
+
+
+class ModelRunner:
+    """The loaded model; one instance per process, as it sets torch's thread count, on which bits depend.
+
+    Raises:
+        ConfigError: the folder holds no model that can run as asked.
+    """
+
+    def __init__(self, config: EngineConfig, *, progress: bool = True) -> None:
+        torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+        self.device = _device(config)
+        self.hf_config = _model_config(config)
+        self.dtype = _dtype(config, self.hf_config)
+        self.block_size = config.block_size or DEFAULT_BLOCK_SIZE[self.device.type]
+        self.max_model_len = _max_model_len(config, self.hf_config)
+        self.vocab_size = int(self.hf_config.vocab_size)
+        self.eos_token_ids = _eos_token_ids(Path(config.model), self.hf_config)
+        self.last_logits = torch.empty(0)
+        with torch.inference_mode():
+            self._model: Decoder | HfModel = self._load(config, progress)
+            self._attention = self._make_attention(config)
+        self.layout = self._layout()
+        self.details = self._details(config)
+
+    def bind_cache(self, layer_caches: list[torch.Tensor]) -> None:
+        """Use these caches, one per layer: contiguous [num_blocks, 2, block_size, kv_heads, head_dim], K then V."""
+        self._attention.bind(layer_caches)
+
+    @torch.inference_mode()
+    def forward(self, plan: Forward, wait_for_layer: Callable[[int], None]) -> ModelOutput:
+        """Compute one step; `wait_for_layer(i)` is called before layer i touches the cache.
+
+        The logits that were sampled from stay in `last_logits` [sampled sequences, vocab], fp32, until the next step.
+        """
+        if not plan.prefill and not plan.decode:
+            for layer in self.layout.of(BlockType.KV).layers:
+                wait_for_layer(layer)
+            return ModelOutput([], [], [])
+        rows, spans = self._lay_out(plan)
+        sequences: list[PrefillSequence | DecodeSequence] = [*plan.prefill, *plan.decode]
+        count = len(plan.prefill)
+        self._attention.prepare(spans[:count], spans[count:], len(rows.token_ids))
+        hidden = self._model.forward(rows, self._attention, wait_for_layer)
+        place = {row: index for index, row in enumerate(rows.wanted.tolist())}
+        prompt_logprobs = [
+            self._prompt_logprobs(sequence, hidden[place[span.row] : place[span.row] + span.stop - span.start])
+            for sequence, span in zip(plan.prefill, spans[:count], strict=True)
+            if sequence.prompt_logprobs is not None
+        ]
+        asked = [
+            (sequence.sampling, sequence.draw, place[span.row + span.stop - span.start - 1])
+            for sequence, span in zip(sequences, spans, strict=True)
+            if sequence.sampling is not None
+        ]
+        if not asked:
+            return ModelOutput([], [], prompt_logprobs)
+        logits = self._model.logits(hidden[[index for _, _, index in asked]])
+        self.last_logits = logits
+        specs = [sampling for sampling, _, _ in asked]
+        token_ids = sample(logits, specs, [draw for _, draw, _ in asked])
+        logprobs = token_logprobs(logits, token_ids, [spec.num_logprobs for spec in specs])
+        return ModelOutput(token_ids, logprobs, prompt_logprobs)
+
+    # ------------------------------------------------------------------------------------------- one step
+
+    def _lay_out(self, plan: Forward) -> tuple[StepRows, list[Span]]:
+        """Rows of the step: all prompt rows, padding to their unit, all generated rows, padding to theirs."""
+        spans: list[Span] = []
+        wanted: list[range] = []
+        row = 0
+        for sequence in plan.prefill:
+            spans.append(_span(sequence, row, sequence.write_from, sequence.prompt_logprobs is not None))
+            row += len(sequence.token_ids)
+        num_prefill = row = -(-row // self._model.prefill_unit) * self._model.prefill_unit
+        for decode in plan.decode:
+            spans.append(_span(decode, row, 0, False))
+            row += len(decode.token_ids)
+        total = num_prefill - (num_prefill - row) // self._model.decode_unit * self._model.decode_unit
+        token_ids, positions = np.zeros(total, np.int64), np.zeros(total, np.int64)
+        parts = [part.token_ids for part in plan.prefill] + [part.token_ids for part in plan.decode]
+        for part, span in zip(parts, spans, strict=True):
+            token_ids[span.row : span.row + len(part)] = part
+            positions[span.row : span.row + len(part)] = np.arange(span.start, span.stop)
+            wanted.append(range(span.row + span.wanted_from - span.start, span.row + span.stop - span.start))
+        indices = torch.tensor([index for rows in wanted for index in rows], dtype=torch.int64)
+        tensors = (torch.from_numpy(token_ids), torch.from_numpy(positions))
+        ids, places = (tensor.to(self.device) for tensor in tensors)
+        return StepRows(ids, places, num_prefill, indices.to(self.device)), spans
+
+    def _prompt_logprobs(self, sequence: PrefillSequence, hidden: torch.Tensor) -> list[TokenLogprob]:
+        """Of the tokens after each position of the chunk; the last one's successor may lie in the next chunk."""
+        following = [*sequence.token_ids[1:].tolist(), sequence.next_token]
+        if following[-1] < 0:
+            following.pop()
+        result: list[TokenLogprob] = []
+        for start in range(0, len(following), _HEAD_ROWS):
+            targets = following[start : start + _HEAD_ROWS]
+            logits = self._model.logits(hidden[start : start + len(targets)])
+            found = token_logprobs(logits, targets, [sequence.prompt_logprobs] * len(targets))
+            result.extend(entry for entry in found if entry is not None)
+        return result
+
+    # ------------------------------------------------------------------------------------------- loading
+
+    def _load(self, config: EngineConfig, progress: bool) -> Decoder | HfModel:
+        spec = self._own_spec(config)
+        if spec is None:
+            return HfModel(config.model, self.hf_config, self.dtype, self.device, progress=progress)
+        ropes = {
+            kind: RopeTable(
+                self.hf_config, kind, spec.head_dim, max_len=self.max_model_len, dtype=self.dtype, device=self.device
+            )
+            for kind in dict.fromkeys(spec.rope_types)
+        }
+        with Checkpoint(config.model, progress=progress) as checkpoint:
+            model = load_decoder(spec, checkpoint, ropes, self.dtype, self.device)
+        if config.batch_invariant:
+            _choose_tiles(model, config.prefill_tile_rows)
+        return model
+
+    def _own_spec(self, config: EngineConfig) -> DecoderSpec | None:
+        """The spec for our decoder; None when transformers' code is to run."""
+        if config.model_impl == "hf":
+            return None
+        try:
+            return decoder_spec(self.hf_config)
+        except ConfigError as refused:
+            if config.model_impl == "own":
+                raise
+            logger.info("running transformers' modelling code: %s", refused)
+            return None
+
+    def _make_attention(self, config: EngineConfig) -> PagedAttention:
+        model = self._model
+        shape = model.spec if isinstance(model, Decoder) else model
+        sizes = {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
+        tiles = find_query_tiles(**sizes, dtype=self.dtype, device=self.device)
+        return PagedAttention(
+            **sizes,
+            dtype=self.dtype,
+            device=self.device,
+            block_size=self.block_size,
+            windows=shape.windows,
+            tiles=tiles,
+        )
+
+    def _layout(self) -> CacheLayout:
+        attention = self._attention
+        shape = (self.block_size, attention.kv_heads, attention.head_dim)
+        dtype = str(self.dtype).removeprefix("torch.")
+        tensors = (TensorSpec("key", dtype, shape), TensorSpec("value", dtype, shape))
+        layers = tuple(range(len(attention.windows)))
+        return CacheLayout(CacheRole.TARGET, (BlockLayout(BlockType.KV, self.block_size, layers, tensors),))
+
+    def _details(self, config: EngineConfig) -> dict[str, Any]:
+        model = self._model
+        own = isinstance(model, Decoder)
+        details: dict[str, Any] = {
+            "family": self.hf_config.model_type,
+            "implementation": "own" if own else "hf",
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": self.device.type,
+            "threads": torch.get_num_threads(),
+            "cpu_capability": torch.backends.cpu.get_cpu_capability() if self.device.type == "cpu" else "",
+            "packed_weights": own and can_pack(self.dtype, self.device),
+            "batch_invariant": own and config.batch_invariant,
+            "query_tiles": list(self._attention.tiles),
+            "prefill_tiles": {},
+            "decode_rows": {},
+        }
+        if isinstance(model, Decoder):
+            prefill, decode = model.linears(), [*model.linears(), model.head]
+            details["prefill_tiles"] = {_label(i): list(i.prefill.sizes) for i in prefill if i.prefill}
+            details["decode_rows"] = {_label(i): list(i.decode.sizes) for i in decode if i.decode}
+            details["parameter_bytes"] = sum(i.nbytes for i in decode) + (
+                0 if model.spec.tied else model.embedding.nbytes
+            )
+        else:
+            details["parameter_bytes"] = model.nbytes
+        details["numerics_id"] = _numerics_id(details)
+        return details
+
+
+def _label(linear: Linear) -> str:
+    return f"{linear.in_features}x{linear.out_features}:{linear.fused.value}"
+
+
+def _numerics_id(details: dict[str, Any]) -> str:
+    """Names what the bits depend on: two workers with equal ids and weights compute equal bits."""
+    facts = {key: details[key] for key in sorted(details)} | {"torch": torch.__version__}
+    digest = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=6).hexdigest()
+    place = details["cpu_capability"] or details["device"]
+    return f"{details['implementation']}-{place}-{details['dtype']}-t{details['threads']}-{digest}"
+
+
+def _choose_tiles(model: Decoder, fixed_rows: int) -> None:
+    on_cpu = model.embedding.device.type == "cpu"
+    prefill = {fixed_rows: 1.0} if fixed_rows else PREFILL_TILE_COST if on_cpu else {256: 1.0}
+    decode = DECODE_TILE_COST if on_cpu else {32: 1.0}
+    choose_tiles(model.linears(), prefill, decode)
+    choose_tiles([model.head], {max(prefill): 1.0}, decode)
+    linears = model.linears()
+    model.prefill_unit = max(linear.prefill.unit for linear in linears if linear.prefill)
+    model.decode_unit = max(linear.decode.unit for linear in [*linears, model.head] if linear.decode)
+    model.chunk_rows = max(prefill)
+
+
+def _span(sequence: PrefillSequence | DecodeSequence, row: int, write_from: int, all_wanted: bool) -> Span:
+    start, stop = sequence.start, sequence.start + len(sequence.token_ids)
+    wanted_from = start if all_wanted else stop - (sequence.sampling is not None)
+    return Span(start, stop, row, sequence.block_table, write_from, wanted_from)
+
+
+# ------------------------------------------------------------------------------------------- what to load
+
+
+def _device(config: EngineConfig) -> torch.device:
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device", name, "auto or cpu on this machine (torch sees no CUDA device)")
+    if name == "npu":
+        try:
+            import torch_npu  # noqa: F401  (registers the device)
+        except ImportError:
+            raise ConfigError("device", name, "auto or cpu on this machine (torch_npu is not installed)") from None
+    return torch.device(name)
+
+
+def _model_config(config: EngineConfig) -> Any:
+    try:
+        hf_config = AutoConfig.from_pretrained(config.model)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError("model", config.model, f"a folder with a config.json of a known model ({error})") from error
+    if getattr(hf_config, "quantization_config", None):
+        raise ConfigError("model", config.model, "models without quantization_config")
+    if not hasattr(hf_config, "num_hidden_layers"):
+        raise ConfigError("model", config.model, f"text models with a causal head (not {hf_config.model_type})")
+    return hf_config
+
+
+def _dtype(config: EngineConfig, hf_config: Any) -> torch.dtype:
+    dtype = getattr(torch, config.dtype) if config.dtype != "auto" else (hf_config.dtype or torch.float32)
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype)
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ConfigError("dtype", config.dtype, f"float32 | bfloat16 | float16 for this checkpoint (it is {dtype})")
+    return dtype
+
+
+def _max_model_len(config: EngineConfig, hf_config: Any) -> int:
+    limit = int(getattr(hf_config, "max_position_embeddings", 0)) or config.max_model_len
+    if not limit:
+        raise ConfigError("max_model_len", 0, "a number of tokens, as this model names no longest length")
+    if config.max_model_len > limit:
+        raise ConfigError("max_model_len", config.max_model_len, f"at most {limit} (tokens) with this model")
+    return config.max_model_len or limit
+
+
+def _eos_token_ids(folder: Path, hf_config: Any) -> list[int]:
+    """generation_config.json first: chat models often name more end tokens there."""
+    path = folder / "generation_config.json"
+    found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+    if found is None:
+        found = getattr(hf_config, "eos_token_id", None)
+    return [] if found is None else [int(item) for item in (found if isinstance(found, list) else [found])]
