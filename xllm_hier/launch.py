@@ -268,10 +268,14 @@ class Instance:
     def stop(self, *, graceful: bool = True) -> None:
         """End every process: the api first, which drains when `graceful`; by force when one does not end in time."""
         self._stopping.set()
-        api = [child for child in self._children if child.name == "api"]
-        rest = [child for child in self._children if child.name != "api"]
+        with self._poll_lock:
+            children, self._children = self._children, []
+        api = [child for child in children if child.name == "api"]
+        engine = [child for child in children if child.name == "engine"]
+        workers = [child for child in children if child.name not in ("api", "engine")]
         self._end(api, self.config.drain_timeout_s + _GRACE_S if graceful else _GRACE_S)
-        self._end(rest, _STOP_S if graceful else _GRACE_S)
+        for group in (engine, workers):
+            self._end(group, _STOP_S if graceful else _GRACE_S)
         if self._store is not None:
             self._store.stop()
             self._store = None
@@ -292,7 +296,6 @@ class Instance:
                 child.process.join()
             child.pipe.close()
             child.process.close()
-        children.clear()
 
 
 def _sweep_run_dirs() -> None:

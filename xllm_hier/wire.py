@@ -19,6 +19,7 @@ from . import plans
 from .errors import WireError
 
 _INTS, _MESSAGE = 1, 2
+_CONNECT_MS = 5000
 _CLASSES: dict[str, tuple[type, int]] = {
     name: (thing, len(dataclasses.fields(thing)))
     for name, thing in vars(plans).items()
@@ -95,7 +96,7 @@ def open_socket(context: zmq.Context[Any], address: str, *, bind: bool) -> zmq.S
 class Channel:
     """One ordered, two-way connection to one peer process, used by one thread.
 
-    `send` never blocks (queues are bounded by the protocol: every plan has one answer); `receive` has a limit;
+    `send` queues without bound (the protocol bounds it: every plan has one answer); `receive` has a limit;
     `peer_gone` tells within milliseconds that the other process ended.
     """
 
@@ -104,8 +105,17 @@ class Channel:
         self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._gone = False
 
-    def send(self, message: Any) -> None:
-        self.socket.send(pack(message), zmq.NOBLOCK)
+    def send(self, message: Any) -> bool:
+        """Queue a message; waits for a peer that has not connected yet. False when the peer is gone or never comes:
+        nobody will read it, and who needs an answer notices by its own limit."""
+        data = pack(message)
+        while True:
+            try:
+                self.socket.send(data, zmq.NOBLOCK)
+                return True
+            except zmq.Again:
+                if self.peer_gone() or not self.socket.poll(_CONNECT_MS, zmq.POLLOUT):
+                    return False
 
     def receive(self, timeout_s: float) -> Any | None:
         """The next message, or None when none came within `timeout_s`. Raises WireError when it does not decode."""

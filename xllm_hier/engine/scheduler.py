@@ -223,7 +223,10 @@ class Scheduler:
         bad = self.manager.finish_step(step.plan.batch_ids, output.failed_batches)
         tokens = iter(zip(output.token_ids.tolist(), output.logprobs, strict=True))
         prompt_logprobs = iter(output.prompt_logprobs)
-        rows: list[tuple[PrefillSequence | DecodeSequence, tuple[Sequence, int]]] = [*zip(step.plan.prefill, step.prefill, strict=True), *zip(step.plan.decode, step.decode, strict=True)]
+        rows: list[tuple[PrefillSequence | DecodeSequence, tuple[Sequence, int]]] = [
+            *zip(step.plan.prefill, step.prefill, strict=True),
+            *zip(step.plan.decode, step.decode, strict=True),
+        ]
         for row, (sequence, count) in rows:
             sampled = next(tokens) if row.sampling is not None else None
             wanted = isinstance(row, PrefillSequence) and row.prompt_logprobs is not None

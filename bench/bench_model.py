@@ -1,0 +1,75 @@
+"""The mid-size random model of the benches: 12 layers, hidden 1024, 16 query and 8 KV heads of 64, ffn 2816."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+SHAPE = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 262144,
+    "max_position_embeddings": 16384,
+}
+
+
+def bench_model(**changes: int) -> Path:
+    """Folder of a random bfloat16 Llama of SHAPE with `changes`, made once in the user's cache directory."""
+    import torch
+    from safetensors.torch import save_file
+
+    shape = SHAPE | changes
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "xllm_hier"
+    folder = cache / ("bench-" + "-".join(str(value) for value in shape.values()))
+    if (folder / "model.safetensors").exists():
+        return folder
+    hidden, ffn, head = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    query, kv = shape["num_attention_heads"] * head, shape["num_key_value_heads"] * head
+    torch.manual_seed(0)
+
+    def weight(rows: int, columns: int) -> torch.Tensor:
+        return torch.empty(rows, columns, dtype=torch.bfloat16).normal_(0, columns**-0.5)
+
+    ones = torch.ones(hidden, dtype=torch.bfloat16)
+    tensors = {"model.embed_tokens.weight": weight(shape["vocab_size"], hidden), "model.norm.weight": ones.clone()}
+    for layer in range(shape["num_hidden_layers"]):
+        tensors |= {
+            f"model.layers.{layer}.{name}": value
+            for name, value in {
+                "self_attn.q_proj.weight": weight(query, hidden),
+                "self_attn.k_proj.weight": weight(kv, hidden),
+                "self_attn.v_proj.weight": weight(kv, hidden),
+                "self_attn.o_proj.weight": weight(hidden, query),
+                "mlp.gate_proj.weight": weight(ffn, hidden),
+                "mlp.up_proj.weight": weight(ffn, hidden),
+                "mlp.down_proj.weight": weight(hidden, ffn),
+                "input_layernorm.weight": ones.clone(),
+                "post_attention_layernorm.weight": ones.clone(),
+            }.items()
+        }
+    scratch = folder.with_suffix(f".{os.getpid()}")
+    scratch.mkdir(parents=True)
+    save_file(tensors, scratch / "model.safetensors", metadata={"format": "pt"})
+    config = shape | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "bfloat16",
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "eos_token_id": 2,
+        "bos_token_id": 1,
+    }
+    (scratch / "config.json").write_text(json.dumps(config, indent=1))
+    try:
+        scratch.rename(folder)
+    except OSError:  # another bench was quicker
+        shutil.rmtree(scratch)
+    return folder
