@@ -79,15 +79,34 @@ def test_a_match_makes_a_prefix_recently_used() -> None:
     assert pool.find(b"ab") is not None and pool.find(b"x") is None
 
 
-def test_a_head_is_never_evicted_before_its_tail_even_when_the_tail_is_pinned() -> None:
+def test_a_head_is_pinned_by_its_pinned_tail_and_evicted_after_it() -> None:
     pool = BlockPool(3)
     blocks = publish_chain(pool, "ab")
     pool.pin(blocks[1])  # a write-back of the tail alone is under way
+    assert (pool.num_free, pool.num_pinned, pool.num_evictable) == (1, 2, 0)
     assert pool.allocate(1) is not None
-    assert pool.allocate(1) is None, "the head is evictable by its state, but its child still stands on it"
+    assert pool.allocate(1) is None, "nobody holds the head, but its child still stands on it"
     assert pool.find(b"a") == blocks[0]
     pool.unpin([blocks[1]])
     assert pool.allocate(1) is not None and pool.find(b"ab") is None and pool.find(b"a") is not None
+    pool.check()
+
+
+def test_an_allocation_that_is_refused_evicts_nothing_even_under_a_pinned_tail() -> None:
+    pool = BlockPool(3)
+    blocks = publish_chain(pool, "ab")
+    publish_chain(pool, "x")
+    pool.pin(blocks[1])
+    assert pool.allocate(2) is None and pool.find(b"x") is not None
+
+
+def test_ten_thousand_hits_on_one_block_leave_no_trace_in_the_books() -> None:
+    pool = BlockPool(4)
+    (block,) = publish_chain(pool, "a")
+    for _ in range(10_000):
+        pool.pin(block)
+        pool.unpin([block])
+    assert len(pool._leaves) < 200
     pool.check()
 
 

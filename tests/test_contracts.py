@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -234,10 +235,8 @@ def test_random_bytes_never_raise_anything_but_a_wire_error() -> None:
         data = bytearray(good)
         for _ in range(dice.randrange(1, 4)):
             data[dice.randrange(len(data))] = dice.randrange(256)
-        try:
+        with contextlib.suppress(WireError):
             wire.unpack(bytes(data[: dice.randrange(1, len(data) + 1)]))
-        except WireError:
-            pass
 
 
 def test_only_messages_can_be_sent() -> None:

@@ -69,7 +69,7 @@ def test_imports_go_down_only(name: str) -> None:
     for target in imports_of(name):
         if target in ("__init__", "engine", "worker", "api", "models"):
             continue  # packages hold a docstring only, checked below
-        same_folder = "." in name and name.split(".")[0] == target.split(".")[0]
+        same_folder = "." in name and name.partition(".")[0] == target.partition(".")[0]
         assert floor_of(target) < floor_of(name) or (same_folder and floor_of(target) == floor_of(name)), target
 
 

@@ -46,6 +46,11 @@ def key_prefix(
     return f"{NAME_SPACE}:{_text(model_id)}:{_text(key_component)}:{topology}:{schema_hash}:"
 
 
+def numerics_key(model_id: str, numerics_id: str) -> str:
+    """Object whose existence says that instances with this numerics id write to the name space."""
+    return f"{NAME_SPACE}:{_text(model_id)}:numerics:{_text(numerics_id)}"
+
+
 def name_space_regex(model_id: str) -> str:
     """Regular expression that matches every key of one model, for removing them from the store."""
     special = set(".^$*+?()[]{}|\\")

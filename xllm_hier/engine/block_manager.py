@@ -228,10 +228,7 @@ class HierarchyBlockManagerPool:
                 return
             offset, length = batch
             targets = self.host.allocate(length)
-            if targets is None:  # what is evictable lies under pinned blocks
-                for rank in range(result.num_workers):
-                    result.record(rank, offset, b"")
-                return
+            assert targets is not None  # no more than are available were asked for
             operation.targets.extend(targets)
             self._num_prefetch_targets += length
             columns = operation.indices[offset : offset + length]
@@ -498,7 +495,7 @@ class HierarchyBlockManagerPool:
         return True
 
     def _own_blocks(self, sequence: Sequence, first: int, end: int) -> bool:
-        """Give the sequence blocks `first` to `end` that nobody else holds or finds; False when there are not enough."""
+        """Give the sequence blocks `first` to `end` that nobody else holds or finds; False when there is no room."""
         held = sequence.device_blocks[first:end]
         shared = [index for index, block in enumerate(held, first) if self.device.references(block) > 1]
         blocks = self.device.allocate(len(shared) + max(0, end - len(sequence.device_blocks)))

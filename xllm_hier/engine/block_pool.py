@@ -1,8 +1,9 @@
 """The books of one tier's blocks of one type: references, prefix index, eviction. No bytes are touched here.
 
-One life for every block: FREE -> FILLING (referenced, not in the index) -> READY (in the index) -> FREE. A READY block
-without references is evictable; eviction takes the least recently used block that has no READY child, so that what
-stays behind in the index is always a set of prefixes.
+One life for every block: FREE -> FILLING (referenced, not in the index) -> READY (in the index) -> FREE. A block is
+pinned while it is referenced, or stands before a pinned block in the index; a READY block that is not pinned is
+evictable. Eviction takes the least recently used evictable block that has no READY child, so that what stays behind in
+the index is always a set of prefixes.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class BlockPool:
         self._last_used = [0] * num_blocks
         self._index: dict[bytes, int] = {}
         self._num_children: dict[bytes, int] = {}
+        self._num_pinned_children: dict[bytes, int] = {}
         self._leaves: list[tuple[int, int]] = []  # heap of (last_used, block); entries may be stale
         self._num_evictable = 0
         self._clock = 0
@@ -68,23 +70,21 @@ class BlockPool:
         if count > self.num_available:
             return None
         while len(self._free) < count:
-            if not self._evict_one():
-                return None  # what is evictable lies under pinned children
+            self._evict_one()
         blocks = [self._free.popleft() for _ in range(count)]
         for block in blocks:
             self._state[block] = BlockState.FILLING
             self._references[block] = 1
         return blocks
 
-    def _evict_one(self) -> bool:
+    def _evict_one(self) -> None:
         while self._leaves:
             last_used, block = heapq.heappop(self._leaves)
             if self._is_leaf(block) and self._last_used[block] == last_used:
                 self._unindex(block)
-                self._num_evictable -= 1
                 self._to_free(block)
-                return True
-        return False
+                return
+        raise InvariantError(f"{self._num_evictable} blocks are evictable and none can be found")
 
     def _is_leaf(self, block: int) -> bool:
         return (
@@ -103,9 +103,10 @@ class BlockPool:
         """One more holder of an allocated or READY block. Raises InvariantError for a free one."""
         if self._state[block] is BlockState.FREE:
             raise InvariantError(f"block {block} is free and cannot be pinned")
-        if self._references[block] == 0:
-            self._num_evictable -= 1
+        was_pinned = self._is_pinned(block)
         self._references[block] += 1
+        if not was_pinned:
+            self._pin_changed(block, +1)
 
     def unpin(self, blocks: Iterable[int]) -> None:
         """One holder less of each; the last holder of a FILLING block frees it, of a READY one leaves it evictable.
@@ -121,11 +122,43 @@ class BlockPool:
                 continue
             if self._state[block] is BlockState.FILLING:
                 self._to_free(block)
-            else:
-                self._last_used[block] = self._clock
-                self._num_evictable += 1
-                if self._is_leaf(block):
-                    heapq.heappush(self._leaves, (self._clock, block))
+                continue
+            self._last_used[block] = self._clock
+            if not self._is_pinned(block):
+                self._pin_changed(block, -1)
+
+    def _is_pinned(self, block: int) -> bool:
+        return self._references[block] > 0 or self._hash[block] in self._num_pinned_children
+
+    def _pin_changed(self, block: int, change: int) -> None:
+        """READY block `block` became pinned (+1) or evictable (-1); so may, for that reason, the blocks before it."""
+        while True:
+            self._num_evictable -= change
+            if change < 0:
+                self._offer(block)
+            parent = self._index.get(self._parent[block])
+            if not self._count_pinned_child(self._parent[block], change) or parent is None or self._references[parent]:
+                return
+            block = parent
+
+    def _count_pinned_child(self, parent_hash: bytes, change: int) -> bool:
+        """True when the parent has its first, or lost its last, pinned child."""
+        count = self._num_pinned_children.get(parent_hash, 0) + change
+        if count:
+            self._num_pinned_children[parent_hash] = count
+        else:
+            del self._num_pinned_children[parent_hash]
+        return count == max(change, 0)
+
+    def _offer(self, block: int) -> None:
+        """Let eviction know of a leaf; entries are not withdrawn, so the heap is made anew when most are stale."""
+        if not self._is_leaf(block):
+            return
+        heapq.heappush(self._leaves, (self._last_used[block], block))
+        if len(self._leaves) > 4 * self.num_blocks + 64:
+            leaves = (leaf for leaf in range(self.num_blocks) if self._is_leaf(leaf))
+            self._leaves = [(self._last_used[leaf], leaf) for leaf in leaves]
+            heapq.heapify(self._leaves)
 
     def references(self, block: int) -> int:
         return self._references[block]
@@ -150,6 +183,8 @@ class BlockPool:
         self._hash[block], self._parent[block] = block_hash, parent_hash
         self._index[block_hash] = block
         self._num_children[parent_hash] = self._num_children.get(parent_hash, 0) + 1
+        self._num_evictable += 1  # it is pinned, which the next line counts
+        self._pin_changed(block, +1)
         return True
 
     def withdraw(self, block: int) -> None:
@@ -160,7 +195,6 @@ class BlockPool:
         if self._references[block]:
             self._state[block] = BlockState.FILLING
         else:
-            self._num_evictable -= 1
             self._to_free(block)
 
     def clear(self) -> int:
@@ -168,11 +202,13 @@ class BlockPool:
         blocks = list(self._index.values())
         for block in blocks:
             self.withdraw(block)
-        self._leaves.clear()
         return len(blocks)
 
     def _unindex(self, block: int) -> None:
         parent_hash = self._parent[block]
+        if self._is_pinned(block):
+            self._pin_changed(block, -1)
+        self._num_evictable -= 1
         del self._index[self._hash[block]]
         left = self._num_children[parent_hash] - 1
         if left:
@@ -180,14 +216,19 @@ class BlockPool:
         else:
             del self._num_children[parent_hash]
             parent = self._index.get(parent_hash)
-            if parent is not None and self._is_leaf(parent):
-                heapq.heappush(self._leaves, (self._last_used[parent], parent))
+            if parent is not None:
+                self._offer(parent)
         self._hash[block] = self._parent[block] = NO_HASH
 
     # ---------------------------------------------------------------------------------------------- checks
 
     def check(self) -> None:
         """Raise InvariantError unless the books balance: every id in one state, index = READY, counts exact."""
+        problems = [*self._check_states(), *self._check_tree()]
+        if problems:
+            raise InvariantError("; ".join(problems))
+
+    def _check_states(self) -> list[str]:
         problems: list[str] = []
         free = list(self._free)
         if len(set(free)) != len(free):
@@ -203,22 +244,31 @@ class BlockPool:
             if state is BlockState.READY and self._index.get(self._hash[block]) != block:
                 problems.append(f"READY block {block} is not in the index")
         num_free = sum(state is BlockState.FREE for state in self._state)
-        ready = [block for block in range(self.num_blocks) if self._state[block] is BlockState.READY]
-        evictable = [block for block in ready if not self._references[block]]
         if num_free != len(free) or any(self._state[block] is not BlockState.FREE for block in free):
             problems.append(f"{num_free} blocks are FREE, {len(free)} are in the free list")
-        if len(ready) != len(self._index) or len(evictable) != self._num_evictable:
-            problems.append("the index or the evictable count does not match the states")
         if self.num_free + self.num_pinned + self.num_evictable != self.num_blocks:
             problems.append("free + pinned + evictable != total")
+        return problems
+
+    def _check_tree(self) -> list[str]:
+        problems: list[str] = []
+        ready = [block for block in range(self.num_blocks) if self._state[block] is BlockState.READY]
+        evictable = [block for block in ready if not self._is_pinned(block)]
+        if len(ready) != len(self._index) or len(evictable) != self._num_evictable:
+            problems.append("the index or the evictable count does not match the states")
         children: dict[bytes, int] = {}
         for block in ready:
             children[self._parent[block]] = children.get(self._parent[block], 0) + 1
         if children != self._num_children:
             problems.append("child counts do not match the index")
+        pinned_children: dict[bytes, int] = {}
+        for block in ready:
+            if self._is_pinned(block):
+                pinned_children[self._parent[block]] = pinned_children.get(self._parent[block], 0) + 1
+        if pinned_children != self._num_pinned_children:
+            problems.append("counts of pinned children do not match the index")
         heap = set(self._leaves)
         for block in evictable:
             if self._is_leaf(block) and (self._last_used[block], block) not in heap:
                 problems.append(f"evictable leaf {block} cannot be found by eviction")
-        if problems:
-            raise InvariantError("; ".join(problems))
+        return problems

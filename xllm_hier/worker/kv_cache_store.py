@@ -20,7 +20,7 @@ import xxhash
 from ..block import TRAILER_BYTES, BlockType, Trailer
 from ..config import EngineConfig
 from ..errors import StoreError
-from ..store_key import group_id, key_prefix, name_space_regex
+from ..store_key import group_id, key_prefix, name_space_regex, numerics_key
 from .cache_domain import BlockCache, CacheDomain
 from .mooncake_client import MooncakeClient
 from .transfer_stats import TransferStats
@@ -28,6 +28,7 @@ from .transfer_stats import TransferStats
 log = logging.getLogger("xllm.store")
 
 PROBE_S = 1.0
+NUMERICS_PROBE_S = 30.0
 STAGING_BLOCKS = 32
 MAX_FAILED_READS = 3  # whole batches unreadable in a row, before the store is left alone
 _NO_SPACE = -200
@@ -68,7 +69,7 @@ class _Object:
 
 def checksum(cache: BlockCache, block: int) -> bytes:
     """8 bytes over the payload of a host block (XXH3-64)."""
-    return xxhash.xxh3_64_digest(memoryview(cache.payload(block).numpy()))
+    return xxhash.xxh3_64_digest(cache.payload(block).numpy().data)
 
 
 def write_trailer(cache: BlockCache, block: int, block_hash: bytes) -> None:
@@ -89,14 +90,20 @@ def trailer_mismatch(cache: BlockCache, block: int, block_hash: bytes) -> str | 
 class KVCacheStore:
     """The store as one worker sees it; `prefetch` and `put` may run on two threads at once.
 
-    `state`: `attached`, or `degraded` when it was asked for and does not work now.
+    `state`: `attached`, or `degraded` when it was asked for and does not work now. `numerics_id` names what the bits of
+    this instance depend on (see ModelRunner.details): instances with different ones may share a name space, but then
+    hits are equal only up to rounding, and all of them say so (`mixed_numerics`).
     """
 
-    def __init__(self, config: EngineConfig, rank: int, stats: TransferStats, *, mla: bool = False) -> None:
+    def __init__(
+        self, config: EngineConfig, rank: int, stats: TransferStats, *, numerics_id: str = "", mla: bool = False
+    ) -> None:
         self._config = config
         self._rank = rank
         self._stats = stats
         self._mla = mla
+        self._numerics_id = numerics_id
+        self.mixed_numerics = False
         self._client = MooncakeClient(config, rank)
         self._entries: dict[BlockType, list[_Entry]] = {}
         self._host_usable = False  # the host blocks themselves can be read into; else by way of staging
@@ -146,7 +153,10 @@ class KVCacheStore:
                 entries.append(_Entry(cache, prefix))
         self._memory = (address, host_bytes)
         if self._client.connected:
-            self._attach()
+            try:
+                self._attach()
+            except StoreError as error:
+                log.warning("the store does not work, going on without it: %s", error)
         self._monitor.start()
 
     def _attach(self) -> None:
@@ -155,12 +165,40 @@ class KVCacheStore:
             self._client.register(*self._memory)
             self._host_usable = True
         self._client.exist([self._probe_key()])
+        self._compare_numerics()
         self._failed_reads = 0
         self.state = "attached"
         log.info("the store is attached")
 
     def _probe_key(self) -> str:
         return next(iter(self._entries.values()))[0].prefix + "probe"
+
+    def _compare_numerics(self) -> None:
+        """Leave our numerics id in the name space; when another is there already, mark the name space as mixed."""
+        if not self._numerics_id:
+            return
+        ours, mixed = (numerics_key(self._config.name_space, what) for what in (self._numerics_id, "mixed"))
+        first = numerics_key(self._config.name_space, "any")
+        any_there, ours_there, is_mixed = self._client.exist([first, ours, mixed])
+        if not any_there:
+            self._put_marks([first, ours])
+        elif not ours_there:
+            self._put_marks([ours, mixed])
+            is_mixed = True
+        if is_mixed and not self.mixed_numerics:
+            self.mixed_numerics = True
+            self._stats.count("mixed_numerics")
+            log.warning(
+                "instances with other numerics than %s (other CPU, threads, dtype or tiles) share the name space %s: "
+                "store hits are equal up to rounding only; use another --model_id for equal bits",
+                self._numerics_id,
+                self._config.name_space,
+            )
+
+    def _put_marks(self, keys: Sequence[str]) -> None:
+        """Objects without content: that they exist is all they say. Mooncake takes none of size 0."""
+        staging, _ = self._staging_area("get")
+        self._client.put(keys, [staging] * len(keys), [64] * len(keys), keys)
 
     def close(self) -> bool:
         """Stop; False when a call is stuck in the library (see MooncakeClient.close)."""
@@ -179,10 +217,16 @@ class KVCacheStore:
 
     def _watch(self) -> None:
         """Look for a store that was lost, once a second, on a thread of its own: nobody waits for it."""
+        compared_at = time.monotonic()
         while not self._stop.wait(PROBE_S):
-            if self.state == "attached":
+            due = time.monotonic() - compared_at > NUMERICS_PROBE_S
+            if self.state == "attached" and (self.mixed_numerics or not due):
                 continue
+            compared_at = time.monotonic()
             try:
+                if self.state == "attached":
+                    self._compare_numerics()
+                    continue
                 if not self._client.reachable():
                     continue
                 if not self._client.connected:
@@ -211,10 +255,7 @@ class KVCacheStore:
             exist = self._client.exist([item.key for item in objects])
             absent = {item.row for item, there in zip(objects, exist, strict=True) if not there}
             wanted = [item for item in objects if item.row not in absent]
-            start = time.perf_counter()
-            lost = self._read(wanted)
-            nbytes = sum(item.nbytes for item in wanted if item.row not in lost)
-            self._stats.add("g2h", nbytes, time.perf_counter() - start)
+            lost = self._read(wanted) if wanted else set()
         except StoreError as error:
             self._degrade("g2h", error)
             return bytes(hits)
@@ -227,7 +268,10 @@ class KVCacheStore:
     def _read(self, objects: Sequence[_Object]) -> set[int]:
         """Get and verify; returns the rows of which some object could not be had."""
         lost: set[int] = set()
+        start = time.perf_counter()
         codes = self._transfer("get", objects)
+        nbytes = sum(item.nbytes for item, code in zip(objects, codes, strict=True) if code == item.nbytes)
+        self._stats.add("g2h", nbytes, time.perf_counter() - start)
         unreadable = [code for code, item in zip(codes, objects, strict=True) if code != item.nbytes]
         self._failed_reads = self._failed_reads + 1 if objects and len(unreadable) == len(objects) else 0
         if self._failed_reads >= MAX_FAILED_READS:
@@ -260,7 +304,7 @@ class KVCacheStore:
             exist = self._client.exist([item.key for item in unique])
             missing = [item for item, there in zip(unique, exist, strict=True) if not there]
             start = time.perf_counter()
-            codes = self._transfer("put", missing)
+            codes = self._transfer("put", missing) if missing else []
         except StoreError as error:
             self._degrade("h2g", error)
             return 0
@@ -307,6 +351,8 @@ class KVCacheStore:
     def _staging_area(self, direction: str) -> tuple[int, int]:
         """Address and slot size of the staging memory of one direction; each is used by one thread."""
         slot = max(entry.cache.layout.object_bytes for entries in self._entries.values() for entry in entries)
+        if self._host_usable and not self._client.through_node:
+            return self._memory[0], slot  # marks only: their bytes mean nothing
         if direction not in self._staging:
             nbytes = max(slot, self._staging_bytes(self._memory[1]))
             self._staging[direction] = self._client.allocate(nbytes)

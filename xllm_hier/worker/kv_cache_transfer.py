@@ -48,9 +48,17 @@ class HierarchyKVCacheTransfer:
     """Transfers of one worker; `answer` sends a message to the engine and may be called from any thread."""
 
     def __init__(
-        self, config: EngineConfig, rank: int, stats: TransferStats, answer: Callable[[Any], None], copier: Any = None
+        self,
+        config: EngineConfig,
+        rank: int,
+        stats: TransferStats,
+        answer: Callable[[Any], None],
+        *,
+        numerics_id: str = "",
+        copier: Any = None,
     ) -> None:
         self._config = config
+        self._numerics_id = numerics_id
         self._rank = rank
         self._stats = stats
         self._answer = answer
@@ -84,7 +92,7 @@ class HierarchyKVCacheTransfer:
         host_bytes = num_host_blocks * sum(cache.layout.object_bytes for cache in caches)
         address = None
         if self._config.enable_kvcache_store:
-            self.store = KVCacheStore(self._config, self._rank, self._stats)
+            self.store = KVCacheStore(self._config, self._rank, self._stats, numerics_id=self._numerics_id)
             address = self.store.connect(host_bytes)
         self._memory = HostMemory.at(address, host_bytes) if address else HostMemory.create(host_bytes)
         offset = 0

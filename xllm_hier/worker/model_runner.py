@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,17 +20,19 @@ from ..config import EngineConfig
 from ..errors import ConfigError
 from ..models.decoder import Decoder, StepRows, load_decoder
 from ..models.families import DecoderSpec, decoder_spec
-from ..models.hf_model import HfModel
 from ..models.linear import DECODE_TILE_COST, PREFILL_TILE_COST, Linear, can_pack, choose_tiles
 from ..models.rope import RopeTable
 from ..models.weights import Checkpoint
 from ..plans import DecodeSequence, Forward, PrefillSequence, TokenLogprob
 from .attention import PagedAttention, Span, find_query_tiles
+from .platform import DEFAULT_BLOCK_SIZE, Platform
 from .sampler import sample, token_logprobs
+
+if TYPE_CHECKING:
+    from ..models.hf_model import HfModel
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_BLOCK_SIZE = {"cpu": 32, "npu": 128, "cuda": 256}
 # Prompt log probabilities take vocab x 4 bytes per row; so many rows at a time bound it.
 _HEAD_ROWS = 32
 
@@ -56,7 +58,7 @@ class ModelRunner:
 
     def __init__(self, config: EngineConfig, *, progress: bool = True) -> None:
         torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
-        self.device = _device(config)
+        self.device = Platform.choose(config).device
         self.hf_config = _model_config(config)
         self.dtype = _dtype(config, self.hf_config)
         self.block_size = config.block_size or DEFAULT_BLOCK_SIZE[self.device.type]
@@ -153,6 +155,8 @@ class ModelRunner:
     def _load(self, config: EngineConfig, progress: bool) -> Decoder | HfModel:
         spec = self._own_spec(config)
         if spec is None:
+            from ..models.hf_model import HfModel  # transformers' models take a second to import
+
             return HfModel(config.model, self.hf_config, self.dtype, self.device, progress=progress)
         ropes = {
             kind: RopeTable(
@@ -260,20 +264,6 @@ def _span(sequence: PrefillSequence | DecodeSequence, row: int, write_from: int,
 
 
 # ------------------------------------------------------------------------------------------- what to load
-
-
-def _device(config: EngineConfig) -> torch.device:
-    name = config.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device", name, "auto or cpu on this machine (torch sees no CUDA device)")
-    if name == "npu":
-        try:
-            import torch_npu  # noqa: F401  (registers the device)
-        except ImportError:
-            raise ConfigError("device", name, "auto or cpu on this machine (torch_npu is not installed)") from None
-    return torch.device(name)
 
 
 def _model_config(config: EngineConfig) -> Any:

@@ -73,7 +73,9 @@ class Worker:
         self.runner.bind_cache(caches)
         domain = CacheDomain(CacheRole.TARGET, MAIN, self.runner.layout)
         domain.caches[BlockType.KV] = BlockCache(layout, [as_bytes(cache) for cache in caches])
-        self.transfer = HierarchyKVCacheTransfer(config, rank, self.stats, self.answer)
+        self.transfer = HierarchyKVCacheTransfer(
+            config, rank, self.stats, self.answer, numerics_id=str(self.runner.details.get("numerics_id", ""))
+        )
         self.transfer.register(domain)
         self.transfer.build(self.num_host_blocks)
         self._receiver = threading.Thread(target=self._receive, name="plans", daemon=True)
