@@ -12,6 +12,8 @@ cd "$(dirname "$0")"
 VENV=${XLLM_VENV:-.venv}
 PYTHON=${XLLM_PYTHON:-python3}
 
+export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-2000} # see xllm_hier/launch.py: tests and benches load torch themselves
+
 say() { printf 'run.sh: %s\n' "$*" >&2; }
 
 extra() {

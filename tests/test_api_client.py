@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from contextlib import aclosing
 
@@ -11,6 +12,7 @@ import pytest
 from scripted_engine import RunningApi, ScriptedEngine, byte_ids, fail, make_tokenizer, say
 
 from xllm_hier.api.engine_client import EngineClient
+from xllm_hier.api.server import _listen
 from xllm_hier.errors import EngineDeadError, RequestError, StartupError
 from xllm_hier.plans import AddRequest, SamplingSpec, ints
 
@@ -311,3 +313,27 @@ def test_llm_refuses_a_bad_prompt_before_anything_starts(engine, llm):
         llm.generate([[1, 2], [900]], use_tqdm=False)
     assert engine.added == []
     assert llm.clear_cache(["host"]) == {"done": {"tiers": ["host"]}}
+
+
+def test_answers_do_not_wait_for_the_peers_acknowledgement():
+    """40 ms each without TCP_NODELAY, which asyncio sets only on sockets that name their protocol."""
+
+    async def work():
+        with _listen("127.0.0.1", 0) as listener:
+            accepted = asyncio.get_running_loop().create_future()
+
+            class Peer(asyncio.Protocol):
+                def connection_made(self, transport):
+                    found = transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+                    accepted.set_result(found)
+                    transport.close()
+
+            server = await asyncio.get_running_loop().create_server(Peer, sock=listener)
+            async with server:
+                _, writer = await asyncio.open_connection(*listener.getsockname())
+                nodelay = await accepted
+                writer.close()
+                await writer.wait_closed()
+            return nodelay
+
+    assert run(work()) == 1
