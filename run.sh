@@ -79,8 +79,8 @@ case "$command" in
     exec "$VENV/bin/python" -m "bench.$name" "$@" ;;
   lint)
     set_up dev
-    "$VENV/bin/ruff" check xllm_hier tests bench
-    "$VENV/bin/ruff" format --check xllm_hier tests bench
+    "$VENV/bin/ruff" check xllm_hier tests bench scripts
+    "$VENV/bin/ruff" format --check xllm_hier tests bench scripts
     exec "$VENV/bin/mypy" ;;
   gpu-check)
     if [ -x "$VENV/bin/python" ]; then PYTHON="$VENV/bin/python"; fi

@@ -341,6 +341,11 @@ def test_a_port_range_that_is_taken_is_named(model: str) -> None:
             config.check_environment()
 
 
+def test_a_device_the_machine_cannot_have_is_refused_before_any_process_starts(model: str) -> None:
+    with pytest.raises(ConfigError, match="device='npu'"):
+        EngineConfig(model=model, port=0, device="npu").check_environment()
+
+
 @pytest.mark.skipif(Path("/sys/class/infiniband").is_dir(), reason="this machine may have RDMA")
 def test_rdma_without_hardware_is_refused_and_never_becomes_tcp(model: str) -> None:
     config = EngineConfig(

@@ -7,6 +7,7 @@ A bad setting is a ConfigError with its name, its value and what is allowed, bef
 from __future__ import annotations
 
 import argparse
+import ctypes
 import dataclasses
 import json
 import math
@@ -226,7 +227,7 @@ class EngineConfig:
         return min(self.max_tokens_per_chunk_for_prefill or self.max_tokens_per_batch, self.max_tokens_per_batch)
 
     def check_environment(self) -> None:
-        """Check what depends on the machine: model folder, free ports, RDMA hardware.
+        """Check what depends on the machine: model folder, device, free ports, RDMA hardware.
 
         Raises:
             ConfigError: with the setting at fault.
@@ -238,6 +239,7 @@ class EngineConfig:
             raise ConfigError("model", self.model, "a folder with *.safetensors (this one has none)")
         if self.tokenizer and not Path(self.tokenizer).is_dir():
             raise ConfigError("tokenizer", self.tokenizer, "a folder")
+        _check_device(self.device)
         if self.port:
             _check_port_free("port", self.host, self.port)
         if self.enable_kvcache_store and self.store_protocol == "rdma" and not _has_rdma():
@@ -353,6 +355,17 @@ def _check_port_free(name: str, host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise ConfigError(name, f"{host}:{port}", f"an address that can be bound ({error.strerror})") from None
+
+
+def _check_device(name: str) -> None:
+    """Refuse a device this machine cannot have; the worker, which knows torch, looks closer."""
+    if name == "npu":
+        raise ConfigError("device", name, "auto | cpu | cuda (the npu backend is not built yet)")
+    if name == "cuda":
+        try:
+            ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            raise ConfigError("device", name, "auto | cpu (this machine has no libcuda.so.1)") from None
 
 
 def _has_rdma() -> bool:

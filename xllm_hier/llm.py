@@ -206,6 +206,7 @@ class LLM:
     def _generate(
         self, model: ServedModel, prompts: list[tuple[str | None, list[int]]], params: SamplingParams, use_tqdm: bool
     ) -> list[GenerationOutput]:
+        self._engine()
         if params.stop_strings:
             self._need_tokenizer("stop")
         if params.max_tokens == 0:

@@ -47,8 +47,8 @@ def key_prefix(
 
 
 def numerics_key(model_id: str, numerics_id: str) -> str:
-    """Object whose existence says that instances with this numerics id write to the name space."""
-    return f"{NAME_SPACE}:{_text(model_id)}:numerics:{_text(numerics_id)}"
+    """Object whose existence says that instances with this numerics id write to the name space; no block's key."""
+    return f"xllm-numerics:{_text(model_id)}:{_text(numerics_id)}"
 
 
 def name_space_regex(model_id: str) -> str:

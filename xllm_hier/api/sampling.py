@@ -75,7 +75,7 @@ class SamplingParams:
 
 def _range(name: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:  # also refuses NaN
-        raise RequestError(f"{name} must be from {low:g} to {high:g}, not {value:g}", param=name)
+        raise RequestError(f"{name} must be from {low} to {high}, not {value}", param=name)
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,8 @@ class TorchCopier:
         source, target = _indices(mapping.host), _indices(mapping.device)
         for layer in layers:
             device = cache.device[layer]
-            device.index_copy_(0, target, cache.host_piece(layer).index_select(0, source).to(device.device))
+            pieces = cache.host_piece(layer).index_select(0, source).to(device.device)
+            device.index_copy_(0, target.to(device.device), pieces)
 
     def offload(self, domain: CacheDomain, mapping: BlockMapping, layers: range) -> None:
         """Device blocks to host blocks for `layers` of one domain."""
@@ -76,7 +77,7 @@ class TorchCopier:
         source, target = _indices(mapping.device), _indices(mapping.host)
         for layer in layers:
             device = cache.device[layer]
-            cache.host_piece(layer).index_copy_(0, target, device.index_select(0, source).cpu())
+            cache.host_piece(layer).index_copy_(0, target, device.index_select(0, source.to(device.device)).cpu())
 
 
 def _indices(ids: object) -> torch.Tensor:
