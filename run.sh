@@ -23,12 +23,13 @@ extra() {
   else echo cpu; fi
 }
 
-# Shared libraries that the Mooncake wheel links but does not carry.
+# Shared libraries that the Mooncake wheel links but does not carry, and a compiler for the native copier.
 system_libraries() {
   local missing=() pair
   for pair in libibverbs.so.1:libibverbs1 libcurl.so.4:libcurl4 libnuma.so.1:libnuma1; do
     ldconfig -p 2>/dev/null | grep -q "${pair%%:*}" || missing+=("${pair##*:}")
   done
+  command -v c++ >/dev/null 2>&1 || missing+=(g++)
   [ ${#missing[@]} -eq 0 ] && return 0
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
     say "installing ${missing[*]}"
@@ -43,7 +44,7 @@ system_libraries() {
 set_up() {
   local kind=$1 chosen wanted stamp
   chosen=$(extra)
-  wanted="$kind-$chosen-$(cat pyproject.toml setup.py constraints.txt "$0" | sha256sum | cut -c1-16)"
+  wanted="$kind-$chosen-$(cat pyproject.toml setup.py constraints.txt native/*.cpp native/*.h "$0" | sha256sum | cut -c1-16)"
   stamp="$VENV/.xllm-$kind"
   [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && return 0
   system_libraries

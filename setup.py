@@ -1,5 +1,51 @@
-"""Build hook of the package; the metadata is in pyproject.toml."""
+"""Build hook of the package: the native copier (see docs/native.md); the metadata is in pyproject.toml.
 
-from setuptools import setup
+The extension needs a C++17 compiler and pybind11's headers, nothing of CUDA, CANN or PyTorch: device libraries are
+opened at run time. Environment: XLLM_NATIVE_FLAGS adds compiler and linker flags (sanitizers).
+"""
 
-setup()
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+ROOT = Path(__file__).parent
+
+
+def pybind11_include() -> str | None:
+    """pybind11's own headers, or the copy that PyTorch carries (a machine without a package index has that one)."""
+    for package, folder in (("pybind11", "include"), ("torch", "include")):
+        spec = importlib.util.find_spec(package)
+        if spec is not None and spec.origin is not None:
+            include = Path(spec.origin).parent / folder
+            if (include / "pybind11" / "pybind11.h").exists():
+                return str(include)
+    return None
+
+
+def extensions() -> list[Extension]:
+    """The native copier, or nothing without pybind11."""
+    include = pybind11_include()
+    if include is None:
+        print("setup.py: no pybind11 headers: the package is built WITHOUT its native copier", file=sys.stderr)
+        return []
+    extra = shlex.split(os.environ.get("XLLM_NATIVE_FLAGS", ""))
+    flags = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra", f"-isystem{include}"]
+    return [
+        Extension(
+            "xllm_hier._native",
+            sources=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "native").glob("*.cpp")),
+            depends=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "native").glob("*.h")),
+            extra_compile_args=[*flags, *extra],
+            extra_link_args=["-pthread", "-ldl", *(extra or ["-s"])],
+            language="c++",
+        )
+    ]
+
+
+setup(ext_modules=extensions())

@@ -89,6 +89,13 @@ class EngineConfig:
         "layer groups of a layered copy (layers per group = max(1, layers // n)); 0 = all layers in one",
         low=0,
     )
+    copy_backend: str = _setting(
+        "auto",
+        CACHE,
+        "copies between host and device: native = the C++ extension, torch = plain torch, auto = native where built",
+        choices=("auto", "native", "torch"),
+    )
+    copy_threads: int = _setting(1, CACHE, "threads of the native copier on cpu, beside those of torch", low=1, high=64)
     decode_kv_reuse: str = _setting(
         "canonical",
         CACHE,

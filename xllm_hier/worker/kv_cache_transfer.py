@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from ..errors import InvariantError, StoreError, TransferError
 from ..hashing import HASH_BYTES
 from ..host_memory import HostMemory
 from ..plans import (
-    BlockMapping,
     OffloadCopied,
     OffloadStored,
     PrefetchAnswer,
@@ -31,7 +30,7 @@ from ..plans import (
 )
 from .cache_domain import CacheDomain
 from .kv_cache_store import KVCacheStore, write_trailer
-from .layer_copy import LayerSynchronizer, TorchCopier, layer_groups
+from .layer_copy import Copier, LayerSynchronizer, Part, TorchCopier, layer_groups, one_thread
 from .transfer_stats import TransferStats
 
 log = logging.getLogger("xllm.transfer")
@@ -42,19 +41,6 @@ def split_hashes(raw: bytes) -> list[bytes]:
     if len(raw) % HASH_BYTES:
         raise TransferError(f"{len(raw)} bytes are no list of {HASH_BYTES}-byte hashes")
     return [raw[start : start + HASH_BYTES] for start in range(0, len(raw), HASH_BYTES)]
-
-
-def _one_thread(name: str) -> ThreadPoolExecutor:
-    """A thread whose torch calls start no OpenMP team of their own.
-
-    With more such threads than cores libgomp stops spinning at barriers for good, and every forward becomes 1.4 times
-    slower. torch sets some of this for the whole process, so the caller's count is set again behind it.
-    """
-    count = torch.get_num_threads()
-    thread = ThreadPoolExecutor(1, thread_name_prefix=name)
-    thread.submit(torch.set_num_threads, 1).result()
-    torch.set_num_threads(count)
-    return thread
 
 
 class HierarchyKVCacheTransfer:
@@ -68,20 +54,20 @@ class HierarchyKVCacheTransfer:
         answer: Callable[[Any], None],
         *,
         numerics_id: str = "",
-        copier: Any = None,
+        copier: Copier | None = None,
     ) -> None:
         self._config = config
         self._numerics_id = numerics_id
         self._rank = rank
         self._stats = stats
         self._answer = answer
-        self._copier = copier or TorchCopier()
+        self._copier: Copier = copier or TorchCopier()
         self._domains: dict[CacheRole, CacheDomain] = {}
         self._memory: HostMemory | None = None
         self.store: KVCacheStore | None = None
         self._synchronizers: dict[int, LayerSynchronizer] = {}
         self._lock = threading.Lock()
-        self._threads = {name: _one_thread(name) for name in ("h2d", "d2h", "store-get", "store-put")}
+        self._threads = {name: one_thread(name) for name in ("h2d", "d2h", "store-get", "store-put")}
 
     # ----------------------------------------------------------------------------------------------- set-up
 
@@ -112,6 +98,7 @@ class HierarchyKVCacheTransfer:
             part = torch.from_numpy(self._memory.array[offset : offset + nbytes])
             cache.host = part.view(num_host_blocks, cache.layout.object_bytes)
             offset += nbytes
+        self._copier.attach(list(self._domains.values()), self._memory)
         if self.store is not None:
             self.store.start(list(self._domains.values()), self._memory.address, host_bytes)
 
@@ -127,37 +114,47 @@ class HierarchyKVCacheTransfer:
         Raises:
             InvariantError: the batch id is alive.
         """
-        if plan.draft_mappings:
-            raise TransferError("this worker has no draft domain")
-        groups = layer_groups(len(self._any_layers()), self._config.layers_wise_copy_batchs)
-        synchronizer = LayerSynchronizer(plan.batch_id, groups)
         with self._lock:
             if plan.batch_id in self._synchronizers:
                 raise InvariantError(f"batch id {plan.batch_id} is in use")
+        parts = self._parts(plan)
+        num_layers = len(self._domains[CacheRole.TARGET].layout.blocks[0].layers)
+        groups = layer_groups(num_layers, self._config.layers_wise_copy_batchs)
+        most = max((len(d.caches[BlockType(m.block_type)].device) for d, m in parts), default=num_layers)
+        groups[-1] = range(groups[-1].start, max(groups[-1].stop, most))  # a draft may be deeper than its target
+        start = time.perf_counter()
+        synchronizer = self._copier.load(plan.batch_id, parts, groups)
+        with self._lock:
             self._synchronizers[plan.batch_id] = synchronizer
-        self._threads["h2d"].submit(self._load, plan, synchronizer, groups)
-        return sum(len(mapping.device) for mapping in plan.target_mappings)
+        self._threads["h2d"].submit(self._see_load_end, synchronizer, self._payload_bytes(parts), start)
+        return sum(len(mapping.device) for _, mapping in parts)
 
-    def _any_layers(self) -> tuple[int, ...]:
-        return self._domains[CacheRole.TARGET].layout.blocks[0].layers
+    def _parts(self, plan: TransferBlocks | TransferKvBlocks) -> list[Part]:
+        """The mappings of a plan with the domain each belongs to."""
+        if plan.draft_mappings and CacheRole.DRAFT not in self._domains:
+            raise TransferError("this worker has no draft domain")
+        by_role = ((CacheRole.TARGET, plan.target_mappings), (CacheRole.DRAFT, plan.draft_mappings))
+        return [(self._domains[role], mapping) for role, mappings in by_role for mapping in mappings]
 
-    def _load(self, plan: TransferBlocks, synchronizer: LayerSynchronizer, groups: list[range]) -> None:
-        domain = self._domains[CacheRole.TARGET]
+    def _see_load_end(self, synchronizer: LayerSynchronizer, nbytes: int, start: float) -> None:
         try:
-            nbytes = sum(self._payload_bytes(domain, mapping) for mapping in plan.target_mappings)
-            with self._stats.timed("h2d", nbytes):
-                for number, layers in enumerate(groups):
-                    for mapping in plan.target_mappings:
-                        self._copier.load(domain, mapping, layers)
-                    synchronizer.complete(number)
-        except Exception as error:  # whatever went wrong, the forward must not wait for ever
-            log.exception("load %d failed", plan.batch_id)
+            synchronizer.wait_all(self._config.worker_timeout_s)
+        except TransferError as error:
+            log.error("%s", error)
+            self._stats.fail("h2d", "timeout")
+            return
+        if synchronizer.error is not None:
+            log.error("load %d failed: %s", synchronizer.batch_id, synchronizer.error)
             self._stats.fail("h2d", "copy")
-            synchronizer.abort(f"{type(error).__name__}: {error}")
+        else:
+            self._stats.add("h2d", nbytes, time.perf_counter() - start)
 
     @staticmethod
-    def _payload_bytes(domain: CacheDomain, mapping: BlockMapping) -> int:
-        return len(mapping.device) * domain.layout.of(BlockType(mapping.block_type)).payload_bytes
+    def _payload_bytes(parts: Sequence[Part]) -> int:
+        return sum(
+            len(mapping.device) * domain.layout.of(BlockType(mapping.block_type)).payload_bytes
+            for domain, mapping in parts
+        )
 
     def attach_loads(self) -> list[LayerSynchronizer]:
         """The loads no forward has waited for yet; the caller's forward must wait for all of them."""
@@ -168,37 +165,44 @@ class HierarchyKVCacheTransfer:
     # -------------------------------------------------------------------------------- D2H2G (write-back)
 
     def offload(self, plan: TransferKvBlocks) -> None:
-        """Start a write-back; every forward ordered before it must have ended its writes on the device.
+        """Start a write-back of what the forwards ordered before it have written.
 
         Answers OffloadCopied when the host has the blocks, OffloadStored when the store writes have ended.
         """
-        self._threads["d2h"].submit(self._offload, plan)
-
-    def _offload(self, plan: TransferKvBlocks) -> None:
-        copied = 0
         try:
-            if plan.draft_mappings:
-                raise TransferError("this worker has no draft domain")
-            domain = self._domains[CacheRole.TARGET]
-            for mapping in plan.target_mappings:
-                self._offload_mapping(domain, mapping)
-            copied = sum(len(mapping.device) for mapping in plan.target_mappings)
-        except Exception:  # the engine rolls back on a short count; the worker lives on
-            log.exception("write-back %d failed", plan.transfer_id)
-            self._stats.fail("d2h", "copy")
+            parts = self._parts(plan)
+            wait = self._copier.offload(parts)
+        except (TransferError, RuntimeError) as error:  # the engine rolls back on a short count; the worker lives on
+            self._offload_failed(plan, error)
+            return
+        self._threads["d2h"].submit(self._finish_offload, plan, parts, wait, time.perf_counter())
+
+    def _offload_failed(self, plan: TransferKvBlocks, error: object) -> None:
+        log.error("write-back %d failed: %s", plan.transfer_id, error)
+        self._stats.fail("d2h", "copy")
+        self._answer(OffloadCopied(plan.transfer_id, self._rank, 0))
+        self._answer(OffloadStored(plan.transfer_id, self._rank, 0))
+
+    def _finish_offload(
+        self, plan: TransferKvBlocks, parts: list[Part], wait: Callable[[float], None], start: float
+    ) -> None:
+        try:
+            wait(self._config.worker_timeout_s)
+            for domain, mapping in parts:
+                cache = domain.caches[BlockType(mapping.block_type)]
+                hashes = split_hashes(mapping.hashes)
+                for block, block_hash in zip(mapping.host.tolist(), hashes, strict=True):
+                    write_trailer(cache, block, block_hash)
+        except Exception as error:
+            self._offload_failed(plan, error)
+            return
+        self._stats.add("d2h", self._payload_bytes(parts), time.perf_counter() - start)
+        copied = sum(len(mapping.device) for mapping in plan.target_mappings)
         self._answer(OffloadCopied(plan.transfer_id, self._rank, copied))
-        if copied and plan.put and self.store is not None:
+        if plan.put and self.store is not None:
             self._threads["store-put"].submit(self._put, plan)
         else:
             self._answer(OffloadStored(plan.transfer_id, self._rank, 0))
-
-    def _offload_mapping(self, domain: CacheDomain, mapping: BlockMapping) -> None:
-        cache = domain.caches[BlockType(mapping.block_type)]
-        with self._stats.timed("d2h", self._payload_bytes(domain, mapping)):
-            self._copier.offload(domain, mapping, range(len(cache.device)))
-            hashes = split_hashes(mapping.hashes)
-            for block, block_hash in zip(mapping.host.tolist(), hashes, strict=True):
-                write_trailer(cache, block, block_hash)
 
     def _put(self, plan: TransferKvBlocks) -> None:
         stored = 0
@@ -246,4 +250,5 @@ class HierarchyKVCacheTransfer:
         """End all threads and the store client; False when the store library is stuck in a call (then `os._exit`)."""
         for thread in self._threads.values():
             thread.shutdown(wait=False, cancel_futures=True)
+        self._copier.close()
         return self.store is None or self.store.close()

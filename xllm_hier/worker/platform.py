@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,9 @@ import torch
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..host_memory import available_memory_bytes
+from .layer_copy import Copier, NativeCopier, TorchCopier
+
+log = logging.getLogger("xllm.worker")
 
 DEFAULT_BLOCK_SIZE = {"cpu": 32, "cuda": 256, "npu": 128}
 CPU_CACHE_LIMIT = 1 << 30  # device cache on cpu when nothing is asked for: it shares memory with all the rest
@@ -32,6 +36,24 @@ class Platform:
         if name == "npu":
             raise ConfigError("device", name, "cpu or cuda (the NPU backend is not built yet)")
         return cls(name, torch.device("cpu") if name == "cpu" else torch.device(name, rank))
+
+    def compute_stream(self) -> int | None:
+        """Handle of the stream that forwards run on; None on cpu, where a forward has ended when it returns."""
+        return torch.cuda.current_stream(self.device).cuda_stream if self.name == "cuda" else None
+
+    def copier(self, config: EngineConfig) -> Copier:
+        """The copier `config.copy_backend` asks for. Raises ConfigError when it asks for one that is not built."""
+        if config.copy_backend == "torch":
+            return TorchCopier()
+        try:
+            return NativeCopier(
+                self.name, threads=config.copy_threads, device=self.device.index or 0, stream=self.compute_stream
+            )
+        except ConfigError as error:
+            if config.copy_backend == "native":
+                raise
+            log.warning("copying with torch: %s", error)
+            return TorchCopier()
 
     def free_memory_bytes(self) -> int:
         if self.name == "cuda":

@@ -74,7 +74,12 @@ class Worker:
         domain = CacheDomain(CacheRole.TARGET, MAIN, self.runner.layout)
         domain.caches[BlockType.KV] = BlockCache(layout, [as_bytes(cache) for cache in caches])
         self.transfer = HierarchyKVCacheTransfer(
-            config, rank, self.stats, self.answer, numerics_id=str(self.runner.details.get("numerics_id", ""))
+            config,
+            rank,
+            self.stats,
+            self.answer,
+            numerics_id=str(self.runner.details.get("numerics_id", "")),
+            copier=self.platform.copier(config),
         )
         self.transfer.register(domain)
         self.transfer.build(self.num_host_blocks)

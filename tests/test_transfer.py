@@ -1,0 +1,345 @@
+"""The transfer of one worker, without a model: bytes, layer groups, stalls and failures, for both copiers."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from xllm_hier.block import BlockLayout, BlockType, CacheLayout, CacheRole, TensorSpec
+from xllm_hier.config import EngineConfig
+from xllm_hier.errors import InvariantError, TransferError
+from xllm_hier.plans import BlockMapping, OffloadCopied, OffloadStored, TransferBlocks, TransferKvBlocks, ints
+from xllm_hier.worker.cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes
+from xllm_hier.worker.kv_cache_store import trailer_mismatch
+from xllm_hier.worker.kv_cache_transfer import HierarchyKVCacheTransfer
+from xllm_hier.worker.layer_copy import Copier, NativeCopier, Part, TorchCopier, layer_groups
+from xllm_hier.worker.transfer_stats import TransferStats
+from xllm_hier.worker.worker import LoadWaiter
+
+LIMIT_S = 20.0
+NUM_DEVICE, NUM_HOST = 12, 20
+
+
+def native() -> NativeCopier:
+    return NativeCopier("cpu", threads=2, device=0, stream=lambda: None)
+
+
+@dataclass
+class World:
+    """A transfer over small caches; `answers` is what the engine would receive."""
+
+    copier: Copier
+    layers: int = 7
+    dtype: str = "bfloat16"
+    answers: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        tensors = tuple(TensorSpec(role, self.dtype, (16, 3, 20)) for role in ("key", "value"))
+        layout = BlockLayout(BlockType.KV, 16, tuple(range(self.layers)), tensors)
+        self.device = allocate_device_cache(layout, NUM_DEVICE, torch.device("cpu"))
+        self.cache = BlockCache(layout, [as_bytes(layer) for layer in self.device])
+        domain = CacheDomain(CacheRole.TARGET, "main", CacheLayout(CacheRole.TARGET, (layout,)))
+        domain.caches[BlockType.KV] = self.cache
+        config = EngineConfig(model="tiny", host_blocks_factor=2.0, layers_wise_copy_batchs=3, worker_timeout_s=LIMIT_S)
+        self.stats = TransferStats()
+        self.transfer = HierarchyKVCacheTransfer(config, 0, self.stats, self.answers.append, copier=self.copier)
+        self.transfer.register(domain)
+        self.transfer.build(NUM_HOST)
+        self.fill(1)
+
+    def fill(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for layer in self.cache.device:
+            layer.copy_(torch.randint(0, 256, layer.shape, dtype=torch.uint8, generator=generator))
+
+    def bytes_of(self, blocks: Sequence[int]) -> torch.Tensor:
+        return torch.stack([layer[list(blocks)] for layer in self.cache.device])
+
+    def answer(self, kind: type) -> Any:
+        end = time.monotonic() + LIMIT_S
+        while time.monotonic() < end:
+            for message in self.answers:
+                if isinstance(message, kind):
+                    self.answers.remove(message)
+                    return message
+            time.sleep(0.001)
+        raise AssertionError(f"no {kind.__name__}")
+
+    def offload(self, device: Sequence[int], host: Sequence[int], transfer_id: int = 1) -> OffloadCopied:
+        self.transfer.offload(TransferKvBlocks(transfer_id, [mapping(device, host)]))
+        copied: OffloadCopied = self.answer(OffloadCopied)
+        self.answer(OffloadStored)
+        return copied
+
+    def load(self, device: Sequence[int], host: Sequence[int], batch_id: int = 1) -> LoadWaiter:
+        assert self.transfer.load_from_host(TransferBlocks(batch_id, [mapping(device, host)])) == len(device)
+        return LoadWaiter(self.transfer.attach_loads(), LIMIT_S)
+
+
+def mapping(device: Sequence[int], host: Sequence[int]) -> BlockMapping:
+    hashes = b"".join(bytes([block]) * 16 for block in device)
+    return BlockMapping("KV", ints(device), ints(host), hashes)
+
+
+@pytest.fixture(params=[TorchCopier, native], ids=["torch", "native"])
+def make_copier(request: pytest.FixtureRequest) -> Callable[[], Copier]:
+    return request.param
+
+
+@pytest.fixture
+def worlds() -> Iterator[Callable[..., World]]:
+    made: list[World] = []
+
+    def make(copier: Copier, **changes: Any) -> World:
+        made.append(World(copier, **changes))
+        return made[-1]
+
+    yield make
+    for world in made:
+        assert world.transfer.close()
+
+
+# ------------------------------------------------------------------------------------------------- groups
+
+
+def test_layer_groups_are_those_of_the_flag() -> None:
+    assert [len(group) for group in layer_groups(30, 4)] == [7, 7, 7, 7, 2]
+    assert [len(group) for group in layer_groups(3, 2)] == [1, 1, 1]
+    assert [len(group) for group in layer_groups(5, 0)] == [5]
+    assert [len(group) for group in layer_groups(2, 4)] == [1, 1]
+
+
+# -------------------------------------------------------------------------------------------------- bytes
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_block_written_back_and_restored_elsewhere_has_its_bytes_in_every_layer(
+    worlds: Callable[..., World], make_copier: Callable[[], Copier], dtype: str
+) -> None:
+    world = worlds(make_copier(), dtype=dtype)
+    dice = random.Random(3)
+    for round_number in range(5):
+        count = dice.randrange(1, 6)
+        device, host = dice.sample(range(NUM_DEVICE), count), dice.sample(range(NUM_HOST), count)
+        expected = world.bytes_of(device)
+        assert world.offload(device, host).num_blocks == count
+        world.fill(10 + round_number)
+        target = dice.sample(range(NUM_DEVICE), count)
+        untouched = [block for block in range(NUM_DEVICE) if block not in target]
+        before = world.bytes_of(untouched)
+        waiter = world.load(target, host, batch_id=round_number)
+        assert waiter.finish() == []
+        assert torch.equal(world.bytes_of(target), expected)
+        assert torch.equal(world.bytes_of(untouched), before)
+
+
+def test_a_written_back_block_proves_itself(worlds: Callable[..., World], make_copier: Callable[[], Copier]) -> None:
+    world = worlds(make_copier())
+    world.offload([4], [9])
+    assert trailer_mismatch(world.cache, 9, bytes([4]) * 16) is None
+    assert trailer_mismatch(world.cache, 9, bytes([5]) * 16) == "block_hash"
+    world.cache.payload(9)[17] ^= 1
+    assert trailer_mismatch(world.cache, 9, bytes([4]) * 16) == "checksum"
+
+
+def test_overlapping_loads_and_write_backs_keep_their_bytes_apart(
+    worlds: Callable[..., World], make_copier: Callable[[], Copier]
+) -> None:
+    world = worlds(make_copier())
+    world.offload(range(6), range(6))
+    expected = world.bytes_of(range(6))
+    moved = world.bytes_of([6, 7])
+    for batch, start in enumerate((0, 2, 4)):
+        world.transfer.load_from_host(TransferBlocks(batch, [mapping([start, start + 1], [start, start + 1])]))
+    world.transfer.offload(TransferKvBlocks(9, [mapping([6, 7], [10, 11])]))
+    assert LoadWaiter(world.transfer.attach_loads(), LIMIT_S).finish() == []
+    assert world.answer(OffloadCopied).num_blocks == 2
+    assert torch.equal(world.bytes_of(range(6)), expected)
+    assert world.load([0, 1], [10, 11], 10).finish() == [] and torch.equal(world.bytes_of([0, 1]), moved)
+
+
+# ------------------------------------------------------------------------------- registration and waiting
+
+
+def test_registration_does_not_wait_and_a_live_batch_id_is_refused(worlds: Callable[..., World]) -> None:
+    slow = SlowCopier(groups_open=0)
+    world = worlds(slow)
+    world.transfer.load_from_host(TransferBlocks(1, [mapping([0], [0])]))
+    with pytest.raises(InvariantError, match="batch id 1"):
+        world.transfer.load_from_host(TransferBlocks(1, [mapping([1], [1])]))
+    slow.open(4)
+    assert LoadWaiter(world.transfer.attach_loads(), LIMIT_S).finish() == []
+
+
+class SlowCopier(TorchCopier):
+    """Copies group g only once `open(g + 1)` was called: a stall at a chosen place."""
+
+    def __init__(self, groups_open: int) -> None:
+        super().__init__()
+        self._open = groups_open
+        self._changed = threading.Condition()
+        self._copied = 0
+
+    def open(self, groups: int) -> None:
+        with self._changed:
+            self._open = groups
+            self._changed.notify_all()
+
+    def load_layers(self, domain: CacheDomain, mapping: BlockMapping, layers: range) -> None:
+        group = layers.start // max(1, len(domain.layout.blocks[0].layers) // 3)
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._open > group, LIMIT_S)
+        super().load_layers(domain, mapping, layers)
+
+
+def reached(waiter: LoadWaiter, layers: int) -> tuple[list[int], threading.Thread]:
+    """A forward that notes each layer it gets to."""
+    done: list[int] = []
+
+    def forward() -> None:
+        for layer in range(layers):
+            waiter(layer)
+            done.append(layer)
+
+    thread = threading.Thread(target=forward)
+    thread.start()
+    return done, thread
+
+
+def test_a_stalled_load_blocks_the_forward_exactly_at_the_first_layer_that_needs_it(
+    worlds: Callable[..., World],
+) -> None:
+    slow = SlowCopier(groups_open=1)
+    world = worlds(slow)  # 7 layers, 3 asked for: groups of 2, 2, 2, 1
+    done, thread = reached(world.load([0, 1], [0, 1]), 7)
+    for groups, layers in ((1, 2), (2, 4), (3, 6)):
+        slow.open(groups)
+        end = time.monotonic() + LIMIT_S
+        while len(done) < layers and time.monotonic() < end:
+            time.sleep(0.002)
+        time.sleep(0.05)
+        assert done == list(range(layers))
+    slow.open(4)
+    thread.join(LIMIT_S)
+    assert done == list(range(7))
+
+
+def test_a_throttled_native_load_brings_its_groups_one_by_one(worlds: Callable[..., World]) -> None:
+    copier = native()
+    world = worlds(copier)
+    world.offload(range(8), range(8))
+    payload = 8 * world.cache.layout.payload_bytes
+    copier._copier.bytes_per_second = payload / 0.7  # the whole load takes 0.7 s
+    start = time.perf_counter()
+    waiter = world.load(range(8), range(8))
+    times = []
+    for layer in range(7):
+        waiter(layer)
+        times.append(time.perf_counter() - start)
+    assert times[0] < times[2] < times[4] < times[6]
+    assert times[1] - times[0] < 0.1 and times[6] - times[1] > 0.2, times
+
+
+def test_a_wait_has_a_limit(worlds: Callable[..., World]) -> None:
+    slow = SlowCopier(groups_open=0)
+    world = worlds(slow)
+    world.transfer.load_from_host(TransferBlocks(1, [mapping([0], [0])]))
+    (load,) = world.transfer.attach_loads()
+    with pytest.raises(TransferError, match=r"did not bring layer group 0 within 0\.05 s"):
+        load.wait(0, 0.05)
+    slow.open(4)
+    load.wait_all(LIMIT_S)
+
+
+# ------------------------------------------------------------------------------------------------ failures
+
+
+class FailingCopier(TorchCopier):
+    """Fails loads at layer 4 and write-backs at once."""
+
+    def load_layers(self, domain: CacheDomain, mapping: BlockMapping, layers: range) -> None:
+        if 4 in layers:
+            raise OSError("the link is down")
+        super().load_layers(domain, mapping, layers)
+
+    def offload(self, parts: Sequence[Part]) -> Callable[[float], None]:
+        def fail(_timeout_s: float) -> None:
+            raise TransferError("the link is down")
+
+        return fail
+
+
+class FailingNativeCopier(NativeCopier):
+    """The native copier with an error injected at piece 3 of every transfer."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu", threads=1, device=0, stream=lambda: None)
+
+    def _submit(self, direction: str, parts: Sequence[Part], groups: Sequence[range]) -> Any:
+        tables = [
+            (self._tables[domain, mapping.block_type], mapping.device.astype("int64"), mapping.host.astype("int64"))
+            for domain, mapping in parts
+        ]
+        spans = [(group.start, group.stop) for group in groups]
+        return self._copier.submit(direction, tables, spans, owners=self, fail_at_piece=3)
+
+
+@pytest.mark.parametrize("make", [FailingCopier, FailingNativeCopier])
+def test_a_failed_group_fails_its_batch_and_lets_the_forward_go_on(
+    worlds: Callable[..., World], make: Callable[[], Copier]
+) -> None:
+    world = worlds(make())
+    waiter = world.load([0, 1], [0, 1], batch_id=5)
+    for layer in range(7):
+        waiter(layer)
+    assert waiter.finish() == [5]
+    deadline = time.monotonic() + LIMIT_S
+    while not world.stats.snapshot()["transfer_failures"] and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert ["h2d", "copy", 1] in world.stats.snapshot()["transfer_failures"]
+
+
+@pytest.mark.parametrize("make", [FailingCopier, FailingNativeCopier])
+def test_a_failed_write_back_answers_with_a_short_count(
+    worlds: Callable[..., World], make: Callable[[], Copier]
+) -> None:
+    world = worlds(make())
+    assert world.offload([0, 1], [0, 1]).num_blocks == 0
+    assert ["d2h", "copy", 1] in world.stats.snapshot()["transfer_failures"]
+
+
+def test_a_copy_outside_the_caches_is_refused_and_counted(worlds: Callable[..., World]) -> None:
+    world = worlds(native())
+    assert world.offload([NUM_DEVICE], [0]).num_blocks == 0
+    assert world.offload([0], [NUM_HOST]).num_blocks == 0
+    assert world.load([NUM_DEVICE], [0], batch_id=3).finish() == [3]
+
+
+def test_draft_mappings_without_a_draft_domain_are_refused(worlds: Callable[..., World]) -> None:
+    world = worlds(TorchCopier())
+    with pytest.raises(TransferError, match="no draft domain"):
+        world.transfer.load_from_host(TransferBlocks(1, [], [mapping([0], [0])]))
+
+
+# --------------------------------------------------------------------------------------------------- leaks
+
+
+def test_a_thousand_loads_and_write_backs_leave_no_thread_and_no_descriptor(worlds: Callable[..., World]) -> None:
+    world = worlds(native())
+    world.offload([0, 1], [0, 1])
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for number in range(1000):
+        assert world.load([2, 3], [0, 1], batch_id=number).finish() == []
+        if number % 10 == 0:
+            world.offload([0, 1], [0, 1], transfer_id=number)
+    assert threading.active_count() <= threads + 1
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert world.transfer.attach_loads() == []
