@@ -283,7 +283,7 @@ class FailingNativeCopier(NativeCopier):
     def __init__(self) -> None:
         super().__init__("cpu", threads=1, device=0, stream=lambda: None)
 
-    def _submit(self, direction: str, parts: Sequence[Part], groups: Sequence[range]) -> Any:
+    def _submit(self, direction: str, parts: Sequence[Part], groups: Sequence[range], stream: int | None) -> Any:
         tables = [
             (self._tables[domain, mapping.block_type], mapping.device.astype("int64"), mapping.host.astype("int64"))
             for domain, mapping in parts

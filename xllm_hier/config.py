@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import dataclasses
+import importlib.util
 import json
 import math
 import os
@@ -366,8 +367,10 @@ def _check_port_free(name: str, host: str, port: int) -> None:
 
 def _check_device(name: str) -> None:
     """Refuse a device this machine cannot have; the worker, which knows torch, looks closer."""
-    if name == "npu":
-        raise ConfigError("device", name, "auto | cpu | cuda (the npu backend is not built yet)")
+    if name == "npu" and importlib.util.find_spec("torch_npu") is None:
+        raise ConfigError(
+            "device", name, "auto | cpu | cuda (torch_npu is not installed: pip install 'xllm_hier[npu]')"
+        )
     if name == "cuda":
         try:
             ctypes.CDLL("libcuda.so.1")

@@ -35,7 +35,8 @@ _WATCH_S = 0.2
 _RUN_DIR_PREFIX = "xllm-run-"
 # libgomp's threads spin for about a millisecond at each barrier by default; beside any other busy process (a copy, the
 # store, another service) that makes a forward ten times slower. Short spins cost a few per cent on a quiet machine.
-_WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "2000"}
+# An installed torch_npu without its drivers breaks `import torch`, which loads it by itself; platform.py asks for it.
+_WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "2000", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 # torch.multiprocessing.get_context is this very function; taking it from here saves the launcher importing torch.
 _SPAWN = multiprocessing.get_context("spawn")

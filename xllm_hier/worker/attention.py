@@ -11,7 +11,8 @@ Bits do not depend on chunking, batch or cache hits:
     query tile           |0000000|-- rows ----|00000|
 
 The same call serves every layer: `prepare` builds the views of one step once for each window size, a layer then only
-gathers and multiplies. Another device's kernel fits behind the same three methods.
+gathers and multiplies. `device_attention` puts the kernels of other devices behind the same three methods; this one is
+their reference and what they fall back to.
 """
 
 from __future__ import annotations
@@ -93,7 +94,10 @@ class PagedAttention:
 
     `windows[i]` is layer i's sliding window in tokens (a row sees itself and window - 1 before), None = all.
     `tiles` are the query tile sizes found to give equal bits, ascending, each a multiple of the one before.
+    `batch_invariant` says whether equal bits for every chunking and batch were found, or are known, for this device.
     """
+
+    kernel = "gather"
 
     def __init__(
         self,
@@ -110,6 +114,7 @@ class PagedAttention:
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.dtype, self.device, self.block_size = dtype, device, block_size
         self.windows, self.tiles = tuple(windows), tiles
+        self.batch_invariant = True
         self._caches: list[torch.Tensor] = []
         self._keys = self._new(0, kv_heads)
         self._values = self._new(0, kv_heads)
@@ -132,8 +137,16 @@ class PagedAttention:
         self._write_rows = self._index(np.concatenate(spans_rows))
         self._key_slots = torch.from_numpy(np.concatenate(spans_slots)).to(self.device)
         self._value_slots = self._key_slots + self.block_size
-        self._reserve(spans, num_rows)
         self._rows = num_rows
+        if len(self._output) < num_rows:
+            self._output = self._new(num_rows, self.heads)
+        self._lay_out(prefill, decode)
+
+    def _lay_out(self, prefill: Sequence[Span], decode: Sequence[Span]) -> None:
+        """The views that each window of `_bands` needs in this step."""
+        if not self._bands:
+            return
+        self._reserve([*prefill, *decode])
         self._prefill = {window: [self._prefill_work(span, window) for span in prefill] for window in self._bands}
         self._decode = {window: [self._decode_work(span, window) for span in decode] for window in self._bands}
 
@@ -144,11 +157,18 @@ class PagedAttention:
 
         `wanted_only`: leave out prompt tiles that hold no wanted row.
         """
-        cache = self._caches[layer]
         if len(self._key_slots):
-            lines = cache.view(-1, self.kv_heads * self.head_dim)
-            lines.index_copy_(0, self._key_slots, k[self._write_rows].flatten(1))
-            lines.index_copy_(0, self._value_slots, v[self._write_rows].flatten(1))
+            self._write(layer, k[self._write_rows], v[self._write_rows])
+        self._attend(layer, q, scale, wanted_only)
+        return self._output[: self._rows].view(self._rows, -1)
+
+    def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        lines = self._caches[layer].view(-1, self.kv_heads * self.head_dim)
+        lines.index_copy_(0, self._key_slots, k.flatten(1))
+        lines.index_copy_(0, self._value_slots, v.flatten(1))
+
+    def _attend(self, layer: int, q: torch.Tensor, scale: float, wanted_only: bool) -> None:
+        cache = self._caches[layer]
         blocks = cache.view(cache.shape[0] * 2, -1)
         window = self.windows[layer]
         for work in self._prefill[window]:
@@ -162,7 +182,6 @@ class PagedAttention:
             self._collect(blocks, work)
             for item in work.queries:
                 self._attend_row(q, item, scale)
-        return self._output[: self._rows].view(self._rows, -1)
 
     def _collect(self, blocks: torch.Tensor, work: _Work) -> None:
         gather = work.gather
@@ -245,14 +264,12 @@ class PagedAttention:
         band = self._bands[window]
         return band.mask[:size, band.before + first : band.before + size]
 
-    def _reserve(self, spans: Sequence[Span], num_rows: int) -> None:
+    def _reserve(self, spans: Sequence[Span]) -> None:
         """Grow the kept buffers to what this step needs: large tensors made anew in every layer would cost dearly."""
         longest = max((span.stop for span in spans), default=0) + self.tiles[-1] + self.block_size + _ALIGN_TOKENS
         if len(self._keys) < longest:
             capacity = 1 << (longest - 1).bit_length()
             self._keys, self._values = self._new(capacity, self.kv_heads), self._new(capacity, self.kv_heads)
-        if len(self._output) < num_rows:
-            self._output = self._new(num_rows, self.heads)
         for window, band in self._bands.items():
             before = longest if window is None else min(longest, window + self.tiles[-1])
             if band.before < before:

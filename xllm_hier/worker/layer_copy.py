@@ -179,9 +179,7 @@ def one_thread(name: str) -> ThreadPoolExecutor:
 class NativeSynchronizer(LayerSynchronizer):
     """A load of the native copier: waits without the GIL, on the device where the device can wait by itself."""
 
-    def __init__(
-        self, batch_id: int, groups: Sequence[range], transfer: _native.Transfer, stream: Callable[[], int | None]
-    ) -> None:
+    def __init__(self, batch_id: int, groups: Sequence[range], transfer: _native.Transfer, stream: int | None) -> None:
         super().__init__(batch_id, groups)
         self._transfer = transfer
         self._stream = stream
@@ -191,7 +189,7 @@ class NativeSynchronizer(LayerSynchronizer):
         return self._transfer.error
 
     def wait(self, layer: int, timeout_s: float) -> None:
-        stream = self._stream()
+        stream = self._stream
         if stream is None:
             super().wait(layer, timeout_s)
             return
@@ -256,30 +254,33 @@ class NativeCopier:
             piece_bytes=cache.layout.layer_bytes,
         )
 
-    def _submit(self, direction: str, parts: Sequence[Part], groups: Sequence[range]) -> _native.Transfer:
+    def _submit(
+        self, direction: str, parts: Sequence[Part], groups: Sequence[range], stream: int | None
+    ) -> _native.Transfer:
         tables = [
             (self._tables[domain, mapping.block_type], _int64(mapping.device), _int64(mapping.host))
             for domain, mapping in parts
         ]
         spans = [(group.start, group.stop) for group in groups]
         try:
-            return self._copier.submit(direction, tables, spans, owners=self, after_stream=self._stream())
+            return self._copier.submit(direction, tables, spans, owners=self, after_stream=stream)
         except _extension().NativeError as error:
             raise TransferError(f"{direction}: {error}") from error
 
     def load(self, batch_id: int, parts: Sequence[Part], groups: Sequence[range]) -> LayerSynchronizer:
+        stream = self._stream()  # once per load: on an NPU reading it drains the launch queue
         try:
-            transfer = self._submit("load", parts, groups)
+            transfer = self._submit("load", parts, groups, stream)
         except (TransferError, ValueError) as error:  # a failed load, which the forward reports
             refused = LayerSynchronizer(batch_id, groups)
             refused.abort(str(error))
             return refused
-        return NativeSynchronizer(batch_id, groups, transfer, self._stream)
+        return NativeSynchronizer(batch_id, groups, transfer, stream)
 
     def offload(self, parts: Sequence[Part]) -> Callable[[float], None]:
         layers = max(len(domain.caches[BlockType(mapping.block_type)].device) for domain, mapping in parts)
         try:
-            transfer = self._submit("offload", parts, [range(layers)])
+            transfer = self._submit("offload", parts, [range(layers)], self._stream())
         except ValueError as error:
             raise TransferError(f"offload: {error}") from error
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +23,8 @@ from ..models.linear import DECODE_TILE_COST, PREFILL_TILE_COST, Linear, can_pac
 from ..models.rope import RopeTable
 from ..models.weights import Checkpoint
 from ..plans import DecodeSequence, Forward, PrefillSequence, TokenLogprob
-from .attention import PagedAttention, Span, find_query_tiles
-from .platform import DEFAULT_BLOCK_SIZE, Platform
+from .attention import PagedAttention, Span
+from .platform import Platform
 from .sampler import sample, token_logprobs
 
 if TYPE_CHECKING:
@@ -56,19 +55,20 @@ class ModelRunner:
         ConfigError: the folder holds no model that can run as asked.
     """
 
-    def __init__(self, config: EngineConfig, *, progress: bool = True) -> None:
-        torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
-        self.device = Platform.choose(config).device
+    def __init__(self, config: EngineConfig, *, progress: bool = True, platform: Platform | None = None) -> None:
+        self.platform = platform or Platform.choose(config)
+        self.device = self.platform.device
+        torch.set_num_threads(self.platform.torch_threads(config))
         self.hf_config = _model_config(config)
         self.dtype = _dtype(config, self.hf_config)
-        self.block_size = config.block_size or DEFAULT_BLOCK_SIZE[self.device.type]
+        self.block_size = config.block_size or self.platform.default_block_size
         self.max_model_len = _max_model_len(config, self.hf_config)
         self.vocab_size = int(self.hf_config.vocab_size)
         self.eos_token_ids = _eos_token_ids(Path(config.model), self.hf_config)
         self.last_logits = torch.empty(0)
         with torch.inference_mode():
             self._model: Decoder | HfModel = self._load(config, progress)
-            self._attention = self._make_attention(config)
+            self._attention = self._make_attention()
         self.layout = self._layout()
         self.details = self._details(config)
 
@@ -182,18 +182,16 @@ class ModelRunner:
             logger.info("running transformers' modelling code: %s", refused)
             return None
 
-    def _make_attention(self, config: EngineConfig) -> PagedAttention:
+    def _make_attention(self) -> PagedAttention:
         model = self._model
         shape = model.spec if isinstance(model, Decoder) else model
-        sizes = {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
-        tiles = find_query_tiles(**sizes, dtype=self.dtype, device=self.device)
-        return PagedAttention(
-            **sizes,
+        return self.platform.attention(
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
             dtype=self.dtype,
-            device=self.device,
             block_size=self.block_size,
             windows=shape.windows,
-            tiles=tiles,
         )
 
     def _layout(self) -> CacheLayout:
@@ -215,7 +213,8 @@ class ModelRunner:
             "threads": torch.get_num_threads(),
             "cpu_capability": torch.backends.cpu.get_cpu_capability() if self.device.type == "cpu" else "",
             "packed_weights": own and can_pack(self.dtype, self.device),
-            "batch_invariant": own and config.batch_invariant,
+            "batch_invariant": own and config.batch_invariant and self._attention.batch_invariant,
+            "attention": self._attention.kernel,
             "query_tiles": list(self._attention.tiles),
             "prefill_tiles": {},
             "decode_rows": {},

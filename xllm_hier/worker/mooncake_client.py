@@ -25,7 +25,6 @@ MAX_KEYS = 256  # per call; two threads at most call at once, far below the 1024
 _LOCAL_BUFFER = 16 << 20
 _CONNECT_S = 1.0
 _MISSING = -704
-EXTRAS = {"cpu": "mooncake-transfer-engine-non-cuda", "cuda": "mooncake-transfer-engine"}
 
 
 def set_environment(log_level: str) -> None:

@@ -1,21 +1,46 @@
-"""What differs between cpu, cuda and npu: the device, its free memory, and its default block size."""
+"""What differs between cpu, cuda and npu, behind one interface: streams, memory, copies, attention, collectives.
+
+The npu half has never run on hardware. torch_npu is imported only when asked for: without CANN its import fails, and as
+an installed backend it even makes `import torch` fail unless TORCH_DEVICE_BACKEND_AUTOLOAD=0.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import os
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..host_memory import available_memory_bytes
+from .attention import PagedAttention, find_query_tiles
+from .device_attention import CudaAttention, NpuAttention, choose_attention
 from .layer_copy import Copier, NativeCopier, TorchCopier
 
 log = logging.getLogger("xllm.worker")
 
-DEFAULT_BLOCK_SIZE = {"cpu": 32, "cuda": 256, "npu": 128}
 CPU_CACHE_LIMIT = 1 << 30  # device cache on cpu when nothing is asked for: it shares memory with all the rest
+
+
+@dataclass(frozen=True)
+class _Facts:
+    block_size: int
+    native: str  # name of the native copier's backend
+    distributed: str  # name of torch.distributed's backend
+
+
+# 256 tokens: what FlashAttention 2 wants of a page; 128: what the NPU's kernel wants, and recommends.
+_FACTS = {
+    "cpu": _Facts(32, "cpu", "gloo"),
+    "cuda": _Facts(256, "cuda", "nccl"),
+    "npu": _Facts(128, "ascend", "hccl"),
+}
 
 
 @dataclass(frozen=True)
@@ -27,38 +52,102 @@ class Platform:
 
     @classmethod
     def choose(cls, config: EngineConfig, rank: int = 0) -> Platform:
-        """The device `config.device` asks for. Raises ConfigError when this machine or build has none."""
-        name = config.device
-        if name == "auto":
-            name = "cuda" if torch.cuda.is_available() else "cpu"
-        if name == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("device", name, "cpu (this torch sees no CUDA device)")
-        if name == "npu":
-            raise ConfigError("device", name, "cpu or cuda (the NPU backend is not built yet)")
-        return cls(name, torch.device("cpu") if name == "cpu" else torch.device(name, rank))
+        """The device `config.device` asks for, made the current one of this process.
+
+        Raises:
+            ConfigError: this machine or build has none, or not as many as `rank` needs.
+        """
+        name = _found_device() if config.device == "auto" else config.device
+        if name == "cpu":
+            return cls(name, torch.device("cpu"))
+        module = _cuda() if name == "cuda" else _npu()
+        count = module.device_count()
+        if rank >= count:
+            raise ConfigError("tp_size", config.tp_size, f"at most {count} (devices of kind {name} on this machine)")
+        device = torch.device(name, rank)
+        module.set_device(device)
+        return cls(name, device)
+
+    @property
+    def default_block_size(self) -> int:
+        return _FACTS[self.name].block_size
+
+    @property
+    def distributed_backend(self) -> str:
+        return _FACTS[self.name].distributed
+
+    def torch_threads(self, config: EngineConfig) -> int:
+        """Threads of torch's CPU operators, fixed for life, as bits may depend on them.
+
+        On cpu the default is every core: the `copy_threads` of the native copier then share cores with the forward for
+        as long as a restore runs, and hide less of it. `num_threads = cores - copy_threads` hides nearly all of it, at
+        the price of those cores in every other forward (`bench overlap` measures both).
+        """
+        return config.num_threads or len(os.sched_getaffinity(0))
+
+    # --------------------------------------------------------------------------------------------- the device
 
     def compute_stream(self) -> int | None:
-        """Handle of the stream that forwards run on; None on cpu, where a forward has ended when it returns."""
-        return torch.cuda.current_stream(self.device).cuda_stream if self.name == "cuda" else None
+        """Handle of the stream that forwards run on; None on cpu, where a forward has ended when it returns.
+
+        On npu reading it first hands all queued operators to the device: needed before something is to run after them.
+        """
+        if self.name == "cpu":
+            return None
+        stream = self._module.current_stream(self.device)
+        return int(stream.cuda_stream if self.name == "cuda" else stream.npu_stream)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all it was given."""
+        if self.name != "cpu":
+            self._module.synchronize(self.device)
+
+    def free_memory_bytes(self) -> int:
+        if self.name == "cpu":
+            return available_memory_bytes()
+        return int(self._module.mem_get_info(self.device)[0])
+
+    @property
+    def _module(self) -> Any:
+        return getattr(torch, self.name)
+
+    # --------------------------------------------------------------------------------------- what runs on it
 
     def copier(self, config: EngineConfig) -> Copier:
-        """The copier `config.copy_backend` asks for. Raises ConfigError when it asks for one that is not built."""
+        """The copier `config.copy_backend` asks for. Raises ConfigError when it asks for one that is not built.
+
+        It pins host memory itself, when its caches are attached.
+        """
         if config.copy_backend == "torch":
             return TorchCopier()
+        backend, index = _FACTS[self.name].native, self.device.index or 0
         try:
-            return NativeCopier(
-                self.name, threads=config.copy_threads, device=self.device.index or 0, stream=self.compute_stream
-            )
+            return NativeCopier(backend, threads=config.copy_threads, device=index, stream=self.compute_stream)
         except ConfigError as error:
             if config.copy_backend == "native":
                 raise
             log.warning("copying with torch: %s", error)
             return TorchCopier()
 
-    def free_memory_bytes(self) -> int:
-        if self.name == "cuda":
-            return int(torch.cuda.mem_get_info(self.device)[0])
-        return available_memory_bytes()
+    def attention(
+        self,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        block_size: int,
+        windows: Sequence[int | None],
+    ) -> PagedAttention:
+        """The attention for these shapes: the device's kernel where a trial finds it right, else gathering."""
+        sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+        sizes |= {"dtype": dtype, "device": self.device}
+        more: dict[str, Any] = {"block_size": block_size, "windows": windows}
+        if self.name == "cpu":
+            return PagedAttention(**sizes, **more, tiles=find_query_tiles(**sizes))
+        return choose_attention(CudaAttention if self.name == "cuda" else NpuAttention, **sizes, **more)
+
+    # ------------------------------------------------------------------------------------------------ memory
 
     def num_device_blocks(self, config: EngineConfig, block_bytes: int) -> int:
         """Blocks of the device cache: `max_cache_size`, or what free memory allows.
@@ -81,3 +170,37 @@ class Platform:
         if budget < block_bytes:
             raise ConfigError("max_cache_size", budget, f"at least one block, {block_bytes} bytes")
         return budget // block_bytes
+
+
+# ------------------------------------------------------------------------------------------- looking for devices
+
+
+def _found_device() -> str:
+    """The best device of this machine; a torch_npu that does not work is said, but no error."""
+    if torch.cuda.is_available():
+        return "cuda"
+    if "torch_npu" not in sys.modules and importlib.util.find_spec("torch_npu") is None:
+        return "cpu"
+    try:
+        _npu()
+    except ConfigError as error:
+        log.warning("running on cpu: %s", error)
+        return "cpu"
+    return "npu"
+
+
+def _cuda() -> Any:
+    if not torch.cuda.is_available():
+        raise ConfigError("device", "cuda", "auto | cpu (this torch sees no CUDA device)")
+    return torch.cuda
+
+
+def _npu() -> Any:
+    try:
+        import torch_npu
+    except (ImportError, OSError, RuntimeError) as error:  # RuntimeError: beside a CUDA build of torch
+        hint = "it needs CANN: source its set_env.sh" if "lib" in str(error) else "pip install 'xllm_hier[npu]'"
+        raise ConfigError("device", "npu", f"auto | cpu (torch_npu does not load: {error}; {hint})") from error
+    if not torch_npu.npu.is_available():
+        raise ConfigError("device", "npu", "auto | cpu (torch_npu sees no NPU)")
+    return torch_npu.npu

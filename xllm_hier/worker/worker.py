@@ -63,7 +63,7 @@ class Worker:
         self._stop = threading.Event()
         self.stats = TransferStats()
         self.platform = Platform.choose(config, rank)
-        self.runner = ModelRunner(config)
+        self.runner = ModelRunner(config, platform=self.platform)
         layout = self.runner.layout.of(BlockType.KV)
         block_bytes = layout.payload_bytes
         self.num_device_blocks = self.platform.num_device_blocks(config, block_bytes)
