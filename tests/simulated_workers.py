@@ -16,6 +16,7 @@ from xllm_hier.engine.block_manager import HierarchyBlockManagerPool
 from xllm_hier.engine.scheduler import Scheduler
 from xllm_hier.hashing import HASH_BYTES
 from xllm_hier.plans import (
+    UNKNOWN,
     AddRequest,
     Forward,
     ForwardOutput,
@@ -25,6 +26,7 @@ from xllm_hier.plans import (
     PrefetchFromStorage,
     RequestOutput,
     SamplingSpec,
+    TokenLogprob,
     TransferAck,
     TransferBlocks,
     TransferKvBlocks,
@@ -122,7 +124,8 @@ class SimulatedWorkers:
     def _offload(self, plan: TransferKvBlocks) -> None:
         (mapping,) = plan.target_mappings
         failed_rank = self.random.randrange(self.num_workers) if self.random.random() < self.faults.offload else -1
-        state = {"copied": False, "stored": False, "answers": 0}
+        state = {"copied": False, "stored": False}
+        reached: set[bytes] = set()
 
         def copy() -> None:
             if not state["copied"]:
@@ -137,11 +140,12 @@ class SimulatedWorkers:
             for host, block_hash in zip(mapping.host.tolist(), hashes_of(mapping.hashes), strict=True):
                 if self.random.random() >= self.faults.put:
                     self.store.setdefault(block_hash, list(self.host[host]))
+                    reached.add(block_hash)
 
         def stored(rank: int) -> Callable[[HierarchyBlockManagerPool], None]:
             def answer(manager: HierarchyBlockManagerPool) -> None:
                 put()
-                manager.on_offload_stored(OffloadStored(plan.transfer_id, rank, 0))
+                manager.on_offload_stored(OffloadStored(plan.transfer_id, rank, len(reached)))
 
             return answer
 
@@ -162,21 +166,31 @@ class SimulatedWorkers:
         hashes = hashes_of(plan.hashes)
         exist = [block_hash in self.store for block_hash in hashes]
         read = [there and self.random.random() >= self.faults.unreadable for there in exist]
+        late = [there and not good and self.random.random() < 0.5 for there, good in zip(exist, read, strict=True)]
 
         def fill() -> None:
             for host, block_hash, there, good in zip(plan.host.tolist(), hashes, exist, read, strict=True):
                 if there:  # a failed read leaves whatever it likes behind
                     self.host[host] = list(self.store[block_hash]) if good else [POISON] * self.block_size
 
+        def write_late(_manager: HierarchyBlockManagerPool) -> None:
+            """What was given up goes on writing after its answer: whoever uses the block by then is spoilt."""
+            for host, after in zip(plan.host.tolist(), late, strict=True):
+                if after:
+                    self.host[host] = [POISON] * self.block_size
+
         if self.random.random() < 0.5:
             fill()
         bad_rank = self.random.randrange(self.num_workers)
         for rank in range(self.num_workers):
-            bits = bytes(there if rank != bad_rank else good for there, good in zip(exist, read, strict=True))
+            rows = zip(exist, read, late, strict=True)
+            bits = bytes(there if rank != bad_rank else UNKNOWN if after else good for there, good, after in rows)
 
             def answer(manager: HierarchyBlockManagerPool, rank: int = rank, bits: bytes = bits) -> None:
                 fill()
                 manager.on_prefetch_answer(PrefetchAnswer(plan.prefetch_id, plan.offset, rank, bits))
+                if rank == bad_rank:
+                    self.pending.append(write_late)
 
             self.pending.append(answer)
 
@@ -196,8 +210,11 @@ class SimulatedWorkers:
         self.late.clear()
         failed = sorted(self.failed_loads)
         self.failed_loads.clear()
-        tokens = []
+        tokens, prompt_logprobs = [], []
         for row in plan.prefill:
+            if row.prompt_logprobs is not None:
+                following = [*row.token_ids[1:].tolist(), row.next_token]
+                prompt_logprobs.append([TokenLogprob(token, 0.0, 1, [], []) for token in following if token >= 0])
             last = self._rows(row.start, row.token_ids.tolist(), row.block_table.tolist(), "P", row.write_from, failed)
             if row.sampling is not None:
                 tokens.append(next_token(last))
@@ -207,7 +224,7 @@ class SimulatedWorkers:
                 tokens.append(next_token(last))
         error = "simulated" if self.random.random() < self.faults.forward else None
         return ForwardOutput(
-            plan.step_id, 0, ints(tokens), [None] * len(tokens), [], failed, compute_s=0.0, wait_s=0.0, error=error
+            plan.step_id, 0, ints(tokens), [None] * len(tokens), prompt_logprobs, failed, 0.0, 0.0, error
         )
 
     def _rows(

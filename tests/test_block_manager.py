@@ -7,8 +7,19 @@ import random
 import pytest
 from simulated_workers import Simulation, reference
 
+from xllm_hier.engine.block_manager import QUARANTINE_S
 from xllm_hier.engine.prefetch import PrefetchResult
-from xllm_hier.plans import Forward, PrefetchAnswer, PrefetchFromStorage, TransferBlocks, TransferKvBlocks, WorkerCall
+from xllm_hier.plans import (
+    HIT,
+    MISS,
+    UNKNOWN,
+    Forward,
+    PrefetchAnswer,
+    PrefetchFromStorage,
+    TransferBlocks,
+    TransferKvBlocks,
+    WorkerCall,
+)
 
 PROMPT = list(range(1, 18))  # four full blocks and one token
 
@@ -164,6 +175,66 @@ def test_late_double_and_unknown_answers_are_ignored() -> None:
     simulation.manager.on_prefetch_answer(PrefetchAnswer(batch.prefetch_id, 0, 0, b"\0\0"))
     simulation.manager.check()
     assert simulation.answered[request_id] == reference(PROMPT, 3)
+
+
+def test_a_request_whose_blocks_are_all_here_does_not_wait_for_anothers_read() -> None:
+    simulation = Simulation(num_device=20)
+    warm(simulation, clear=("device", "host"))
+    simulation.share = 0.0
+    simulation.add(PROMPT)  # its read of four blocks never ends
+    simulation.manager.store_enabled = False
+    computed = simulation.add([*PROMPT[:12], 40], 1)
+    for _ in range(4):
+        simulation.step()
+    assert computed in simulation.answered
+    simulation.manager.store_enabled = True
+    quick = simulation.add([*PROMPT[:12], 41], 2)
+    for _ in range(4):
+        simulation.step()
+    assert simulation.answered[quick] == reference([*PROMPT[:12], 41], 2)
+
+
+def test_the_target_of_a_read_that_may_still_write_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("xllm_hier.engine.block_manager.time.monotonic", lambda: now[0])
+    simulation = Simulation(prefetch_batch_size=4)
+    warm(simulation, clear=("device", "host"))
+    simulation.add(PROMPT)
+    (batch,) = sent(simulation, PrefetchFromStorage)
+    simulation.workers.pending.clear()
+    simulation.workers.host[batch.host[0]] = list(simulation.workers.store[batch.hashes[:16]])
+    answer = bytes([HIT, UNKNOWN, HIT, MISS])
+    simulation.manager.on_prefetch_answer(PrefetchAnswer(batch.prefetch_id, 0, 0, answer))
+    simulation.run()
+    manager = simulation.manager
+    assert [block for _, block in manager.quarantine] == [batch.host[1]]
+    taken = manager.host.allocate(manager.host.num_available)
+    assert taken is not None and batch.host[1] not in taken
+    now[0] += QUARANTINE_S - 1
+    manager.release_quarantine()
+    assert manager.host.num_available == 0
+    now[0] += 2
+    manager.release_quarantine()
+    assert manager.host.allocate(1) == [batch.host[1]]
+
+
+def test_a_read_that_never_ends_is_given_up_and_its_targets_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("xllm_hier.engine.block_manager.time.monotonic", lambda: now[0])
+    simulation = Simulation(prefetch_batch_size=4)
+    warm(simulation, clear=("device", "host"))
+    request_id = simulation.add(PROMPT)
+    simulation.share = 0.0
+    simulation.step()
+    assert request_id not in simulation.answered
+    now[0] += simulation.manager.transfer_limit_s + 1
+    for _ in range(12):
+        simulation.step()
+    assert simulation.answered[request_id] == reference(PROMPT, 3)
+    assert len(simulation.manager.quarantine) == 4
+    simulation.share = 1.0
+    simulation.run()  # the answer that comes after all is ignored
+    assert simulation.usage(request_id) == (0, 0, 0, 17)
 
 
 # ----------------------------------------------------------------------------------- the result matrix
@@ -361,6 +432,30 @@ def test_host_blocks_stay_pinned_until_the_store_has_them() -> None:
     assert pool.num_pinned == 0
 
 
+def test_a_block_whose_write_back_was_skipped_is_written_when_it_is_used_again() -> None:
+    simulation = Simulation()
+    holder = simulation.manager.host.allocate(16)
+    simulation.ask(PROMPT, 1)
+    assert not sent(simulation, TransferKvBlocks) and not simulation.workers.store
+    simulation.manager.host.unpin(holder or [])
+    simulation.ask(PROMPT, 1)
+    assert len(simulation.workers.store) == 4 and simulation.manager.host.num_evictable == 4
+
+
+def test_blocks_that_did_not_reach_the_store_are_put_again_once_it_works() -> None:
+    simulation = Simulation(num_device=20)
+    simulation.workers.faults.put = 1.0
+    simulation.ask(PROMPT, 1)
+    simulation.workers.sent.clear()
+    simulation.ask(PROMPT, 1)
+    assert not sent(simulation, TransferKvBlocks), "a store that does not work is not tried again and again"
+    simulation.workers.faults.put = 0.0
+    simulation.ask(list(range(30, 39)), 1)  # new blocks are written anyway, and show that it works
+    assert len(simulation.workers.store) == 2
+    simulation.ask(PROMPT, 1)
+    assert len(simulation.workers.store) == 6 and simulation.manager.host.num_pinned == 0
+
+
 # --------------------------------------------------------------------------------- decoded blocks, turns
 
 
@@ -440,6 +535,38 @@ def test_usage_counts_every_prompt_token_once_and_keeps_the_first_account_over_p
     assert simulation.scheduler.num_preemptions > 0
     assert all(sum(simulation.usage(request_id)) == 5 for request_id in ids)
     assert sum(simulation.manager.prefix_tokens.values()) == 15
+
+
+def test_usage_says_computed_when_the_load_of_a_hit_failed() -> None:
+    simulation = Simulation()
+    warm(simulation)
+    simulation.workers.faults.load = 1.0
+    before = dict(simulation.manager.prefix_tokens)
+    request_id = simulation.add(PROMPT)
+    for _ in range(8):
+        simulation.step()
+    assert simulation.answered[request_id] == reference(PROMPT, 3)
+    assert simulation.usage(request_id) == (0, 0, 0, 17)
+    after = simulation.manager.prefix_tokens
+    assert {tier: after[tier] - before[tier] for tier in after} == {"device": 0, "host": 0, "store": 0, "computed": 17}
+
+
+def test_a_crowd_behind_one_prompt_is_not_looked_through_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulation = Simulation(num_device=40, store=False, chunk_tokens=4, max_tokens=8)
+    prompt = list(range(1, 42))
+    simulation.add(prompt, 1)
+    simulation.step()
+    crowd = [simulation.add(prompt, 1) for _ in range(20)]
+    simulation.step()
+    looked: list[object] = []
+    original = simulation.manager._num_restorable
+    monkeypatch.setattr(simulation.manager, "_num_restorable", lambda s: looked.append(s) or original(s))
+    for _ in range(5):
+        simulation.step()
+    assert not looked
+    monkeypatch.undo()
+    simulation.run()
+    assert all(simulation.usage(request_id) == (40, 0, 0, 1) for request_id in crowd)
 
 
 def test_no_message_of_the_engine_is_anything_but_a_plan() -> None:

@@ -28,6 +28,9 @@ from xllm_hier.engine.sequence import SequenceState
 from xllm_hier.errors import StoreError
 from xllm_hier.hashing import block_hash, prompt_hashes, root_hash
 from xllm_hier.plans import (
+    HIT,
+    MISS,
+    UNKNOWN,
     AddRequest,
     Forward,
     PrefetchAnswer,
@@ -607,6 +610,10 @@ class ScriptedClient:
                 self.objects[key] = ctypes.string_at(address, size)
         return [self.put_codes.get(key, 0) for key in keys]
 
+    def remove(self, key: str) -> None:
+        self.calls.append(("remove", [key]))
+        self.objects.pop(key, None)
+
     def close(self) -> bool:
         return True
 
@@ -733,11 +740,14 @@ def test_an_object_that_is_there_already_counts_as_stored_and_any_error_does_not
     assert rank.client.keys("put") == others and set(rank.client.objects) == {there, others[2]}
 
 
-@pytest.mark.parametrize(("code", "hit"), [(OBJECT, 1), (0, 0), (-1, 0), (OBJECT - 1, 0), (OBJECT + 1, 0)])
+@pytest.mark.parametrize(
+    ("code", "hit"), [(OBJECT, HIT), (0, MISS), (-704, MISS), (-800, UNKNOWN), (OBJECT - 1, MISS), (OBJECT + 1, MISS)]
+)
 def test_a_read_counts_only_with_exactly_the_bytes_of_the_object(
     rank_with: Callable[..., Rank], code: int, hit: int
 ) -> None:
-    """K15. Short, long, empty and failed reads are misses, even when the bytes happen to be there."""
+    """K15. Short, long, empty and failed reads are misses, even when the bytes happen to be there; after a failed one
+    the target may still be written to."""
     rank = rank_with(MAIN_DOMAIN)
     rank.put((0, 0))
     rank.client.get_codes = [code]
@@ -751,6 +761,7 @@ def test_a_read_of_another_blocks_bytes_is_a_miss(rank_with: Callable[..., Rank]
     first, second = rank.client.keys("put")
     rank.client.objects[second] = rank.client.objects[first]
     assert rank.get((2, 0), (3, 1)) == [1, 0]
+    assert rank.client.keys("remove") == [second], "it would be found bad, and never be replaced, for ever"
 
 
 def test_a_read_is_one_buffer_at_the_host_block_and_the_host_is_registered_as_one_range(

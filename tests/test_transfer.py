@@ -18,7 +18,7 @@ from xllm_hier.config import EngineConfig
 from xllm_hier.errors import InvariantError, TransferError
 from xllm_hier.plans import BlockMapping, OffloadCopied, OffloadStored, TransferBlocks, TransferKvBlocks, ints
 from xllm_hier.worker.cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes
-from xllm_hier.worker.kv_cache_store import trailer_mismatch
+from xllm_hier.worker.kv_cache_store import trailer_mismatch, write_trailer
 from xllm_hier.worker.kv_cache_transfer import HierarchyKVCacheTransfer
 from xllm_hier.worker.layer_copy import Copier, NativeCopier, Part, TorchCopier, layer_groups
 from xllm_hier.worker.transfer_stats import TransferStats
@@ -63,6 +63,11 @@ class World:
     def bytes_of(self, blocks: Sequence[int]) -> torch.Tensor:
         return torch.stack([layer[list(blocks)] for layer in self.cache.device])
 
+    def prove(self) -> None:
+        """Give every host block the trailer of its place, as if a write-back had filled it."""
+        for block in range(NUM_HOST):
+            write_trailer(self.cache, block, bytes([block]) * 16)
+
     def answer(self, kind: type) -> Any:
         end = time.monotonic() + LIMIT_S
         while time.monotonic() < end:
@@ -85,7 +90,8 @@ class World:
 
 
 def mapping(device: Sequence[int], host: Sequence[int]) -> BlockMapping:
-    hashes = b"".join(bytes([block]) * 16 for block in device)
+    """Blocks to move; a block's hash is made of its place on the host."""
+    hashes = b"".join(bytes([block]) * 16 for block in host)
     return BlockMapping("KV", ints(device), ints(host), hashes)
 
 
@@ -144,10 +150,23 @@ def test_a_block_written_back_and_restored_elsewhere_has_its_bytes_in_every_laye
 def test_a_written_back_block_proves_itself(worlds: Callable[..., World], make_copier: Callable[[], Copier]) -> None:
     world = worlds(make_copier())
     world.offload([4], [9])
-    assert trailer_mismatch(world.cache, 9, bytes([4]) * 16) is None
+    assert trailer_mismatch(world.cache, 9, bytes([9]) * 16) is None
     assert trailer_mismatch(world.cache, 9, bytes([5]) * 16) == "block_hash"
     world.cache.payload(9)[17] ^= 1
-    assert trailer_mismatch(world.cache, 9, bytes([4]) * 16) == "checksum"
+    assert trailer_mismatch(world.cache, 9, bytes([9]) * 16) == "checksum"
+
+
+def test_a_host_block_that_holds_something_else_is_not_loaded(
+    worlds: Callable[..., World], make_copier: Callable[[], Copier]
+) -> None:
+    """As after a store read that was given up and wrote late."""
+    world = worlds(make_copier())
+    world.offload([4, 5], [8, 9])
+    world.cache.host[9] = world.cache.host[8]
+    before = world.bytes_of([0, 1])
+    assert world.load([0, 1], [8, 9], batch_id=6).finish() == [6]
+    assert torch.equal(world.bytes_of([0, 1]), before)
+    assert world.load([2], [7], batch_id=7).finish() == [7], "a block nobody has written proves nothing"
 
 
 def test_overlapping_loads_and_write_backs_keep_their_bytes_apart(
@@ -172,6 +191,7 @@ def test_overlapping_loads_and_write_backs_keep_their_bytes_apart(
 def test_registration_does_not_wait_and_a_live_batch_id_is_refused(worlds: Callable[..., World]) -> None:
     slow = SlowCopier(groups_open=0)
     world = worlds(slow)
+    world.prove()
     world.transfer.load_from_host(TransferBlocks(1, [mapping([0], [0])]))
     with pytest.raises(InvariantError, match="batch id 1"):
         world.transfer.load_from_host(TransferBlocks(1, [mapping([1], [1])]))
@@ -219,6 +239,7 @@ def test_a_stalled_load_blocks_the_forward_exactly_at_the_first_layer_that_needs
 ) -> None:
     slow = SlowCopier(groups_open=1)
     world = worlds(slow)  # 7 layers, 3 asked for: groups of 2, 2, 2, 1
+    world.prove()
     done, thread = reached(world.load([0, 1], [0, 1]), 7)
     for groups, layers in ((1, 2), (2, 4), (3, 6)):
         slow.open(groups)
@@ -251,6 +272,7 @@ def test_a_throttled_native_load_brings_its_groups_one_by_one(worlds: Callable[.
 def test_a_wait_has_a_limit(worlds: Callable[..., World]) -> None:
     slow = SlowCopier(groups_open=0)
     world = worlds(slow)
+    world.prove()
     world.transfer.load_from_host(TransferBlocks(1, [mapping([0], [0])]))
     (load,) = world.transfer.attach_loads()
     with pytest.raises(TransferError, match=r"did not bring layer group 0 within 0\.05 s"):
@@ -297,6 +319,7 @@ def test_a_failed_group_fails_its_batch_and_lets_the_forward_go_on(
     worlds: Callable[..., World], make: Callable[[], Copier]
 ) -> None:
     world = worlds(make())
+    world.prove()
     waiter = world.load([0, 1], [0, 1], batch_id=5)
     for layer in range(7):
         waiter(layer)

@@ -145,6 +145,12 @@ class Trailer:
         )
 
     @classmethod
+    def block_hash(cls, raw: bytes) -> bytes:
+        """The hash a trailer claims; empty when it is no trailer."""
+        magic, _, _, block_hash, *_ = cls._FORMAT.unpack(raw)
+        return bytes(block_hash) if magic == cls.MAGIC else b""
+
+    @classmethod
     def mismatch(
         cls, raw: bytes, block_hash: bytes, schema_hash: str, checksum: bytes, payload_bytes: int
     ) -> str | None:

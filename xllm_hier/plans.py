@@ -267,9 +267,17 @@ class WorkerReady:
     details: dict[str, Any]
 
 
+MISS, HIT, UNKNOWN = 0, 1, 2
+
+
 @dataclass(frozen=True)
 class PrefetchAnswer:
-    """Rank-local result of one G2H batch: one byte per logical block, 1 = whole and verified in `host`."""
+    """Rank-local result of one G2H batch, one byte per logical block.
+
+    HIT: whole and verified in `host`. MISS: nothing was read, or the read has ended. UNKNOWN: the read failed in a way
+    that leaves open whether something still writes to the target (measured: a store client that stalled wrote after
+    its call had returned an error), so the target must not be used for anything yet.
+    """
 
     prefetch_id: int
     offset: int

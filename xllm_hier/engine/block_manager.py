@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -34,6 +35,11 @@ log = logging.getLogger("xllm.engine")
 
 PREFETCH_SHARE = 0.5  # of the host pool may be read targets at once: a slow store must not starve write-backs
 PREFETCH_DEPTH = 2  # batches in flight per request: one is read while the answer to the other travels
+QUARANTINE_S = 600.0  # a store client that stalled longer than this is restarted by whoever runs it
+
+
+def _now() -> float:
+    return time.monotonic()
 
 
 class WorkerLink(Protocol):
@@ -54,7 +60,8 @@ class _Prefetch:
     indices: list[int]
     result: PrefetchResult
     targets: list[int] = field(default_factory=list)
-    last_progress: float = field(default_factory=time.monotonic)
+    missed: set[bytes] = field(default_factory=set)
+    last_progress: float = field(default_factory=_now)
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,7 @@ class _Offload:
     copied: dict[int, int] = field(default_factory=dict)
     stored: set[int] = field(default_factory=set)
     published: bool = False
-    started: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=_now)
 
 
 class HierarchyBlockManagerPool:
@@ -107,6 +114,7 @@ class HierarchyBlockManagerPool:
         decode_kv_reuse: str = "canonical",
         prefetch_batch_size: int = 8,
         prefetch_timeout_ms: int = 30000,
+        transfer_limit_s: float = 300.0,
     ) -> None:
         self.link = link
         self.block_size = block_size
@@ -117,12 +125,17 @@ class HierarchyBlockManagerPool:
         self.decode_kv_reuse = decode_kv_reuse
         self.prefetch_batch_size = prefetch_batch_size
         self.prefetch_timeout_ms = prefetch_timeout_ms
+        self.transfer_limit_s = transfer_limit_s
         self._next_id = 1
         self._prefetches: dict[int, _Prefetch] = {}
         self._prefetch_of: dict[Sequence, _Prefetch] = {}
         self._fetching: dict[bytes, _Prefetch] = {}
         self._awaited: dict[Sequence, _Prefetch] = {}
         self._num_prefetch_targets = 0
+        self._num_mounted = 0
+        self.quarantine: deque[tuple[float, int]] = deque()  # (release time, host block)
+        self._unstored: set[bytes] = set()
+        self._store_works = True
         self._filling: dict[bytes, Sequence] = {}
         self._planned_loads: list[_Load] = []
         self._batches: dict[int, list[_Load]] = {}
@@ -171,31 +184,45 @@ class HierarchyBlockManagerPool:
         return min(self._num_restorable(sequence) * self.block_size, sequence.reuse_limit)
 
     def is_being_computed(self, sequence: Sequence) -> bool:
-        """The first block `sequence` misses is being computed by a running one: waiting for it costs less."""
-        index = self._num_restorable(sequence)
-        if index >= self._num_candidates(sequence):
+        """The first block `sequence` misses is being computed by a running one: waiting for it costs less.
+
+        It then waits for the last block of that owner it can share, so that a crowd behind one prompt is not looked
+        through at every step.
+        """
+        if sequence.waits_for is not None and sequence.waits_for in self._filling:
+            return True
+        sequence.waits_for = None
+        index, end = self._num_restorable(sequence), self._num_candidates(sequence)
+        owner = self._filling.get(sequence.hash_of(index)) if index < end else None
+        if owner is None or owner is sequence:
             return False
-        owner = self._filling.get(sequence.hash_of(index))
-        return owner is not None and owner is not sequence
+        while index < end and self._filling.get(sequence.hash_of(index)) is owner:
+            sequence.waits_for = sequence.hash_of(index)
+            index += 1
+        return True
 
     # ------------------------------------------------------------------------------- phase 1: G2H prefetch
 
-    def prefetch_from_storage(self, sequence: Sequence) -> bool:
+    def prefetch_from_storage(self, sequence: Sequence, known_missing: Collection[bytes] = ()) -> bool:
         """Begin to read what device and host lack of the prompt; False when there is nothing to wait for.
 
-        When another request reads the same blocks already, this one waits for that read and then looks again.
+        When another request reads a missing block already, this one waits for that read and then looks again, knowing
+        what that read did not find.
         """
         if not self.store_enabled:
             return False
         holes = []
         for index in range(self._num_candidates(sequence)):
             block_hash = sequence.hash_of(index)
+            if self.device.find(block_hash) is not None or self.host.find(block_hash) is not None:
+                continue
+            if block_hash in known_missing:
+                break
             running = self._fetching.get(block_hash)
             if running is not None:
                 self._awaited[sequence] = running
                 return True
-            if self.device.find(block_hash) is None and self.host.find(block_hash) is None:
-                holes.append(index)
+            holes.append(index)
         self._mount(sequence)
         if not holes:
             return False
@@ -208,22 +235,35 @@ class HierarchyBlockManagerPool:
         self._issue(operation)
         return True
 
+    def _share_left(self) -> int:
+        """Host blocks that reads and mounts may still take."""
+        return int(self.host.num_blocks * PREFETCH_SHARE) - self._num_prefetch_targets - self._num_mounted
+
     def _mount(self, sequence: Sequence) -> None:
         """Pin the host blocks that the device lacks, so that they are still there when the sequence is scheduled."""
         for index in range(self._num_candidates(sequence)):
             block_hash = sequence.hash_of(index)
             block = self.host.find(block_hash)
-            if block is not None and index not in sequence.mounted and self.device.find(block_hash) is None:
-                self.host.pin(block)
-                sequence.mounted[index] = block
+            if block is None or index in sequence.mounted or self.device.find(block_hash) is not None:
+                continue
+            if self._share_left() <= 0:
+                return  # best effort: it may be evicted before this sequence runs
+            self.host.pin(block)
+            sequence.mounted[index] = block
+            self._num_mounted += 1
+
+    def _unmount(self, sequence: Sequence, first: int = 0) -> None:
+        """Let go of the mounted blocks from block `first` on."""
+        indices = [index for index in sequence.mounted if index >= first]
+        self._num_mounted -= len(indices)
+        self.host.unpin(sequence.mounted.pop(index) for index in indices)
 
     def _issue(self, operation: _Prefetch) -> None:
         """Send batches until enough are in flight. Targets are reserved batch by batch, so that a prompt the store
         has never seen evicts no more than its first batches' worth of host blocks."""
         result, sequence = operation.result, operation.sequence
         while result.num_in_flight < PREFETCH_DEPTH:
-            share_left = int(self.host.num_blocks * PREFETCH_SHARE) - self._num_prefetch_targets
-            batch = result.next_batch(min(share_left, self.host.num_available))
+            batch = result.next_batch(min(self._share_left(), self.host.num_available))
             if batch is None:
                 return
             offset, length = batch
@@ -255,12 +295,15 @@ class HierarchyBlockManagerPool:
             if awaited.prefetch_id in self._prefetches:
                 return sequence.aborted and self._forget_awaited(sequence)
             self._forget_awaited(sequence)
-            return sequence.aborted or not self.prefetch_from_storage(sequence)
+            return sequence.aborted or not self.prefetch_from_storage(sequence, awaited.missed)
         operation = self._prefetch_of.get(sequence)
         if operation is None:
             return True
         if sequence.aborted:
             operation.result.request_stop()
+        if time.monotonic() - operation.last_progress > self.transfer_limit_s:
+            log.error("a store read got no answer within %g s and is given up", self.transfer_limit_s)
+            operation.result.abandon()
         self._issue(operation)  # also where the time limit is noticed
         if not operation.result.completed():
             return False
@@ -281,20 +324,27 @@ class HierarchyBlockManagerPool:
                 del self._fetching[sequence.hash_of(index)]
         self.num_prefetch_timeouts += operation.result.timed_out
         self._num_prefetch_targets -= len(operation.targets)
-        missed = []
-        for index, target, hit in zip(
-            operation.indices, operation.targets, operation.result.merged_hits(), strict=False
-        ):
-            if hit:
+        result, missed = operation.result, []
+        for column, (index, target) in enumerate(zip(operation.indices, operation.targets, strict=False)):
+            if result.is_hit(column):
                 self.host.publish(target, sequence.hash_of(index), sequence.parent_of(index))
                 sequence.mounted[index] = target
+                self._num_mounted += 1
                 sequence.from_store.add(index)
+                self._store_works = True
+                continue
+            operation.missed.add(sequence.hash_of(index))
+            if result.is_unknown(column):
+                self.quarantine.append((time.monotonic() + QUARANTINE_S, target))
             else:
                 missed.append(target)
         self.host.unpin(missed)
-        boundary = 0 if sequence.aborted else self._num_restorable(sequence)
-        beyond = [index for index in sequence.mounted if index >= boundary]
-        self.host.unpin(sequence.mounted.pop(index) for index in beyond)
+        self._unmount(sequence, 0 if sequence.aborted else self._num_restorable(sequence))
+
+    def release_quarantine(self) -> None:
+        """Give back the targets of failed reads that have been left alone for long enough."""
+        while self.quarantine and self.quarantine[0][0] <= time.monotonic():
+            self.host.unpin([self.quarantine.popleft()[1]])
 
     # ------------------------------------------------------------------------ phase 2: allocation and H2D
 
@@ -349,8 +399,7 @@ class HierarchyBlockManagerPool:
                 self._planned_loads.append(_Load(host, block, sequence.hash_of(index)))
                 self.device.publish(block, sequence.hash_of(index), sequence.parent_of(index))
             sequence.device_blocks.append(block)
-        self.host.unpin(sequence.mounted.values())
-        sequence.mounted.clear()
+        self._unmount(sequence)
         num_hit_tokens = min(len(restored) * self.block_size, sequence.reuse_limit) if restored else 0
         sequence.num_computed = num_hit_tokens
         sequence.write_from = len(restored) * self.block_size
@@ -372,8 +421,17 @@ class HierarchyBlockManagerPool:
             paid[tier] += tokens
         computed = sequence.prompt_length - num_hit_tokens
         sequence.usage = PromptUsage(paid["device"], paid["host"], paid["store"], computed)
-        for tier, tokens in (*paid.items(), ("computed", computed)):
-            self.prefix_tokens[tier] += tokens
+        self._count(sequence.usage, +1)
+
+    def _count(self, usage: PromptUsage, sign: int) -> None:
+        for tier in self.prefix_tokens:
+            self.prefix_tokens[tier] += sign * int(getattr(usage, tier))
+
+    def forget_account(self, sequence: Sequence) -> None:
+        """What a failed load brought was not there after all; the next admission accounts anew."""
+        if sequence.usage is not None and not sequence.usage_sent:
+            self._count(sequence.usage, -1)
+            sequence.usage = None
 
     def _reserve_host_targets(self, sequence: Sequence, num_tokens: int) -> None:
         last = min(num_tokens, sequence.prompt_length) // self.block_size
@@ -441,7 +499,12 @@ class HierarchyBlockManagerPool:
             return
         for index in range(sequence.num_published, end):
             block, block_hash = sequence.device_blocks[index], sequence.hash_of(index)
-            self.device.publish(block, block_hash, sequence.parent_of(index))
+            if not self.device.publish(block, block_hash, sequence.parent_of(index)):
+                same = self.device.find(block_hash)  # go on from the block others find: two copies help nobody
+                if same is not None and same != block:
+                    self.device.pin(same)
+                    self.device.unpin([block])
+                    sequence.replace_block(index, same)
             if self._filling.get(block_hash) is sequence:
                 del self._filling[block_hash]
             self._queue_offload(sequence, index, put)
@@ -450,7 +513,9 @@ class HierarchyBlockManagerPool:
     def _queue_offload(self, sequence: Sequence, index: int, put: bool) -> None:
         target = sequence.host_targets.pop(index, None)
         block_hash = sequence.hash_of(index)
-        if self.host.find(block_hash) is not None or block_hash in self._offloading:
+        there = self.host.find(block_hash) is not None
+        again = put and self._store_works and block_hash in self._unstored  # its first write did not reach the store
+        if (there and not again) or block_hash in self._offloading:
             if target is not None:
                 self.host.unpin([target])
             return
@@ -516,15 +581,28 @@ class HierarchyBlockManagerPool:
         """
         if resume:
             self._publish(sequence, sequence.num_computed // self.block_size, put=not sequence.tag_decoded)
+        else:
+            self._write_back_rest(sequence)
         if sequence in self._prefetch_of or sequence in self._awaited:
             raise RuntimeError("a sequence is deallocated only after its prefetch ended")
         for block_hash in sequence.hashes:
             if self._filling.get(block_hash) is sequence:
                 del self._filling[block_hash]
         self.device.unpin(sequence.device_blocks)
-        self.host.unpin(sequence.mounted.values())
+        self._unmount(sequence)
         self.host.unpin(sequence.host_targets.values())
         sequence.forget_blocks()
+
+    def _write_back_rest(self, sequence: Sequence) -> None:
+        """Queue the blocks whose write-back was skipped when they were completed, or did not reach the store."""
+        if not self.host.num_blocks:
+            return
+        end = min(sequence.num_published, len(sequence.device_blocks))
+        if sequence.tag_decoded:
+            end = min(end, sequence.prompt_length // self.block_size)
+        for index in range(end):
+            if self.device.find(sequence.hash_of(index)) == sequence.device_blocks[index]:
+                self._queue_offload(sequence, index, put=True)
 
     def transfer_offload_blocks(self) -> None:
         """Send the write-backs queued since the last call."""
@@ -564,9 +642,17 @@ class HierarchyBlockManagerPool:
     def on_offload_stored(self, answer: OffloadStored) -> None:
         """One rank's store writes have ended, well or not: with the last one the host blocks may be reused."""
         offload = self._offloads.get(answer.transfer_id)
-        if offload is not None:
-            offload.stored.add(answer.rank)
-            self._finish_offload(answer.transfer_id, offload)
+        if offload is None:
+            return
+        offload.stored.add(answer.rank)
+        if self.store_enabled and offload.pairs[0].put:
+            hashes = {pair.block_hash for pair in offload.pairs}
+            self._store_works = answer.num_stored == len(hashes)
+            if self._store_works:
+                self._unstored -= hashes
+            elif len(self._unstored) < self.host.num_blocks:
+                self._unstored |= hashes
+        self._finish_offload(answer.transfer_id, offload)
 
     def _finish_offload(self, transfer_id: int, offload: _Offload) -> None:
         if len(offload.copied) == self.link.num_workers == len(offload.stored):
@@ -590,10 +676,12 @@ class HierarchyBlockManagerPool:
         """Some transfer is planned or under way."""
         return bool(self._prefetches or self._batches or self._planned_loads or self.num_offloads)
 
-    def oldest_transfer_s(self) -> float:
-        """Age in seconds of the transfer that has waited longest for an answer; 0 when none is under way."""
-        starts = [operation.last_progress for operation in self._prefetches.values() if operation.result.num_in_flight]
-        starts += [offload.started for offload in self._offloads.values()]
+    def oldest_copy_s(self) -> float:
+        """Age in seconds of the write-back that has waited longest for its copy to the host; 0 when there is none.
+
+        Store reads and writes do not count: a slow or hung store is no reason to doubt the worker.
+        """
+        starts = [o.started for o in self._offloads.values() if len(o.copied) < self.link.num_workers]
         return time.monotonic() - min(starts) if starts else 0.0
 
     def clear(self, tier: str) -> int:

@@ -80,6 +80,7 @@ class EngineCore:
             decode_kv_reuse=config.decode_kv_reuse,
             prefetch_batch_size=config.prefetch_batch_size,
             prefetch_timeout_ms=config.prefetch_timeout,
+            transfer_limit_s=config.worker_timeout_s,
         )
         self.scheduler = Scheduler(
             self.manager,
@@ -174,8 +175,9 @@ class EngineCore:
         if self.api.peer_gone():
             log.info("the client of this engine is gone: stopping")
             self._stop = True
-        if self.manager.oldest_transfer_s() > self.config.worker_timeout_s:
-            raise EngineDeadError(f"a transfer got no answer within {self.config.worker_timeout_s:g} s")
+        if self.manager.oldest_copy_s() > self.config.worker_timeout_s:
+            raise EngineDeadError(f"a write-back's copy took longer than {self.config.worker_timeout_s:g} s")
+        self.manager.release_quarantine()
 
     def _on_worker(self, answer: Any) -> None:
         if isinstance(answer, ForwardOutput):
@@ -329,6 +331,7 @@ class EngineCore:
             "steps": self._num_steps,
             "compute_s": self._compute_s,
             "load_wait_s": self._wait_s,
+            "quarantined": len(manager.quarantine),
             "failed_loads": manager.num_failed_loads,
             "failed_offloads": manager.num_failed_offloads,
             "uptime_s": time.monotonic() - self._started,

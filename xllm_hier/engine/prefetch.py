@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from ..plans import HIT, UNKNOWN
+
 
 class PrefetchResult:
     """Result matrix of one request's G2H prefetch, with its stop request and its time limit.
 
     Batches are issued one after the other; a batch is complete when every worker answered it. A block that some
-    worker does not report is a miss. `timeout_ms` 0 waits without limit.
+    worker does not report is a miss. A block of which some worker says UNKNOWN, or whose batch was abandoned, is a miss
+    whose target may still be written to. `timeout_ms` 0 waits without limit.
     """
 
     def __init__(self, num_workers: int, num_blocks: int, batch_size: int, timeout_ms: int) -> None:
@@ -18,6 +21,7 @@ class PrefetchResult:
         self.num_blocks = num_blocks
         self.batch_size = batch_size
         self._hits = [bytearray(num_blocks) for _ in range(num_workers)]
+        self._unknown = bytearray(num_blocks)
         self._answered: dict[int, set[int]] = {}  # offset of a batch in flight -> ranks that answered
         self._batch_blocks: dict[int, int] = {}
         self._num_issued = 0
@@ -61,7 +65,9 @@ class PrefetchResult:
             return False
         length = self._batch_blocks[offset]
         if len(hits) == length:
-            self._hits[rank][offset : offset + length] = bytes(1 if hit else 0 for hit in hits)
+            self._hits[rank][offset : offset + length] = bytes(1 if hit == HIT else 0 for hit in hits)
+            for column, hit in enumerate(hits, offset):
+                self._unknown[column] |= hit == UNKNOWN
         waiting.add(rank)
         if len(waiting) == self.num_workers:
             del self._answered[offset]
@@ -74,12 +80,31 @@ class PrefetchResult:
         first, self._stop = not self._stop, True
         return first
 
+    def abandon(self) -> None:
+        """Wait for no answer any more: what is in flight is unknown."""
+        self._stop = True
+        for offset in self._answered:
+            length = self._batch_blocks[offset]
+            self._unknown[offset : offset + length] = b"\1" * length
+        self._answered.clear()
+
+    def is_hit(self, column: int) -> bool:
+        """Logical AND over all workers, for one block."""
+        return self._merged(column, 1)[0]
+
+    def is_unknown(self, column: int) -> bool:
+        """The block's target may still be written to by a read that was given up."""
+        return bool(self._unknown[column])
+
     def completed(self) -> bool:
         """No batch is in flight and none will follow."""
         return not self._answered and (self._stop or self._missed or self._num_issued >= self.num_blocks)
 
     def _merged(self, offset: int, length: int) -> list[bool]:
-        return [all(row[column] for row in self._hits) for column in range(offset, offset + length)]
+        return [
+            all(row[column] for row in self._hits) and not self._unknown[column]
+            for column in range(offset, offset + length)
+        ]
 
     def merged_hits(self) -> list[bool]:
         """Logical AND over all workers, one entry per block."""

@@ -125,19 +125,24 @@ class Scheduler:
                 self._end(sequence, "abort")
 
     def _schedule_running(self, step: Step, budget: int) -> int:
-        """Decode rows first: they are what users wait for token by token."""
-        order = sorted(self.running, key=lambda sequence: (sequence.in_prefill, sequence.order))
-        for sequence in order:
-            if sequence.state is not SequenceState.RUNNING or budget <= 0:
-                continue  # preempted for one before it in this very loop
-            count = self._next_count(sequence, budget)
+        """Decode rows come first in the budget, since users wait for them token by token; blocks go by age alone.
+
+        Were a younger decode row placed before an older prefill, the two could preempt each other for ever.
+        """
+        counts: dict[Sequence, int] = {}
+        for sequence in sorted(self.running, key=lambda member: (member.in_prefill, member.order)):
+            counts[sequence] = self._next_count(sequence, budget)
+            budget -= counts[sequence]
+        for sequence in sorted(self.running, key=lambda member: member.order):
+            count = counts[sequence]
+            if sequence.state is not SequenceState.RUNNING or not count:
+                continue  # preempted for one before it in this very loop, or beyond the budget
             while not self.manager.allocate(sequence, sequence.num_computed + count):
                 if not self._make_room(sequence, step):
                     count = 0
                     break
             if count:
                 self._add(step, sequence, count)
-                budget -= count
         return budget
 
     def _make_room(self, sequence: Sequence, step: Step) -> bool:
@@ -171,22 +176,32 @@ class Scheduler:
         for sequence in list(self.waiting):
             if budget <= 0 or len(self.running) >= self.max_seqs:
                 break
+            while self.canonical and self.manager.device.num_available < len(self.running):
+                self._end_canonical(self.canonical[-1])
             if self.manager.device.num_available < len(self.running):
                 break  # leave each running sequence the block it will ask for next
             if self.manager.is_being_computed(sequence):
                 continue  # it will share those blocks; others behind it may go first
-            hit = self.manager.match(sequence)
-            end = sequence.prompt_length if hit < sequence.prompt_length else len(sequence.tokens)
-            count = min(end - hit, budget, self.chunk_tokens)
-            while not (placed := self.manager.allocate(sequence, hit + count)) and self.canonical:
-                self._end_canonical(self.canonical[-1])
-            if not placed:
+            count = self._place(sequence, budget)
+            if not count:
                 break  # first come, first served: nobody overtakes for want of blocks
             self.waiting.remove(sequence)
             sequence.state = SequenceState.RUNNING
             self.running.append(sequence)
             self._add(step, sequence, count)
             budget -= count
+
+    def _place(self, sequence: Sequence, budget: int) -> int:
+        """Allocate a waiting sequence's cached prefix and first chunk; returns the chunk's tokens, 0 without room."""
+        while True:
+            hit = self.manager.match(sequence)  # anew each time: ending a canonical one may evict what was matched
+            end = sequence.prompt_length if hit < sequence.prompt_length else len(sequence.tokens)
+            count = min(end - hit, budget, self.chunk_tokens)
+            if self.manager.allocate(sequence, hit + count):
+                return count
+            if not self.canonical:
+                return 0
+            self._end_canonical(self.canonical[-1])
 
     def _schedule_canonical(self, step: Step) -> None:
         """One tile of the oldest finished sequence; even in a full step, because others may wait for its blocks."""
@@ -251,6 +266,7 @@ class Scheduler:
             self._end_canonical(sequence)
             return
         self.running.remove(sequence)
+        self.manager.forget_account(sequence)
         self.manager.deallocate(sequence)
         self._prompt_logprobs.pop(sequence, None)
         self._enqueue_ready(sequence)

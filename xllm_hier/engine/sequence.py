@@ -49,6 +49,7 @@ class Sequence:
     num_published: int = 0
     write_from: int = 0
     probed: bool = False  # device and host prefix were joined by `allocate`; once per admission
+    waits_for: bytes | None = None  # hash that another sequence is computing and this one will share
     aborted: bool = False
     usage: PromptUsage | None = None
     usage_sent: bool = False

@@ -20,9 +20,10 @@ import xxhash
 from ..block import TRAILER_BYTES, BlockType, Trailer
 from ..config import EngineConfig
 from ..errors import StoreError
+from ..plans import HIT, MISS, UNKNOWN
 from ..store_key import group_id, key_prefix, name_space_regex, numerics_key
 from .cache_domain import BlockCache, CacheDomain
-from .mooncake_client import MooncakeClient
+from .mooncake_client import ENDED_READS, MooncakeClient
 from .transfer_stats import TransferStats
 
 log = logging.getLogger("xllm.store")
@@ -246,28 +247,32 @@ class KVCacheStore:
         ]
 
     def prefetch(self, block_type: BlockType, blocks: Sequence[int], hashes: Sequence[bytes]) -> bytes:
-        """Read logical blocks into host `blocks`; one byte each, 1 = every object is there, whole and verified."""
+        """Read logical blocks into host `blocks`; one byte each, see PrefetchAnswer."""
         objects = self._expand(block_type, blocks, hashes)
         hits = bytearray(len(blocks))
+        unknown: set[int] = set()
         if self.state != "attached" or not objects or len({item.key for item in objects}) != len(objects):
             return bytes(hits)
         try:
             exist = self._client.exist([item.key for item in objects])
             absent = {item.row for item, there in zip(objects, exist, strict=True) if not there}
             wanted = [item for item in objects if item.row not in absent]
-            lost = self._read(wanted) if wanted else set()
+            unknown = {item.row for item in wanted} if self._host_usable else set()  # until the read has ended
+            lost, unknown = self._read(wanted) if wanted else (set(), set())
         except StoreError as error:
             self._degrade("g2h", error)
-            return bytes(hits)
+            return bytes(UNKNOWN if row in unknown else MISS for row in range(len(blocks)))
         for row in range(len(blocks)):
-            hits[row] = row not in absent and row not in lost
-        self._stats.count("hit_blocks", sum(hits))
-        self._stats.count("missed_blocks", len(hits) - sum(hits))
+            hits[row] = MISS if row in absent else UNKNOWN if row in unknown else MISS if row in lost else HIT
+        self._stats.count("hit_blocks", hits.count(HIT))
+        self._stats.count("missed_blocks", len(hits) - hits.count(HIT))
         return bytes(hits)
 
-    def _read(self, objects: Sequence[_Object]) -> set[int]:
-        """Get and verify; returns the rows of which some object could not be had."""
+    def _read(self, objects: Sequence[_Object]) -> tuple[set[int], set[int]]:
+        """Get and verify; returns the rows of which some object could not be had, and those among them whose host
+        block may still be written to."""
         lost: set[int] = set()
+        unknown: set[int] = set()
         start = time.perf_counter()
         codes = self._transfer("get", objects)
         nbytes = sum(item.nbytes for item, code in zip(objects, codes, strict=True) if code == item.nbytes)
@@ -280,13 +285,26 @@ class KVCacheStore:
             if code != item.nbytes:
                 lost.add(item.row)
                 self._stats.fail("g2h", "unreadable" if code < 0 else "short_read")
+                if code < 0 and code not in ENDED_READS and self._host_usable:
+                    unknown.add(item.row)
+                if code >= 0:
+                    self._remove(item)
                 continue
             problem = trailer_mismatch(item.entry.cache, item.block, item.block_hash)
             if problem is not None:
                 lost.add(item.row)
                 self._stats.fail("g2h", problem)
                 log.error("a store object is not what its key says (%s): %s", problem, item.key)
-        return lost
+                self._remove(item)
+        return lost, unknown
+
+    def _remove(self, item: _Object) -> None:
+        """Take a bad object out of the store, where it would be found bad, and never be replaced, for ever."""
+        try:
+            self._client.remove(item.key)
+            self._stats.count("removed_objects")
+        except StoreError as error:
+            log.warning("could not remove %s: %s", item.key, error)
 
     def put(self, block_type: BlockType, blocks: Sequence[int], hashes: Sequence[bytes]) -> int:
         """Write host blocks whose objects the store lacks; returns the logical blocks with every object there.

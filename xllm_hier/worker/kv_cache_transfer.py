@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..block import BlockType, CacheRole
+from ..block import TRAILER_BYTES, BlockType, CacheRole, Trailer
 from ..config import EngineConfig
 from ..errors import InvariantError, StoreError, TransferError
 from ..hashing import HASH_BYTES
@@ -123,7 +123,12 @@ class HierarchyKVCacheTransfer:
         most = max((len(d.caches[BlockType(m.block_type)].device) for d, m in parts), default=num_layers)
         groups[-1] = range(groups[-1].start, max(groups[-1].stop, most))  # a draft may be deeper than its target
         start = time.perf_counter()
-        synchronizer = self._copier.load(plan.batch_id, parts, groups)
+        problem = self._disproof(parts)
+        if problem is None:
+            synchronizer = self._copier.load(plan.batch_id, parts, groups)
+        else:
+            synchronizer = LayerSynchronizer(plan.batch_id, groups)
+            synchronizer.abort(problem)
         with self._lock:
             self._synchronizers[plan.batch_id] = synchronizer
         self._threads["h2d"].submit(self._see_load_end, synchronizer, self._payload_bytes(parts), start)
@@ -135,6 +140,23 @@ class HierarchyKVCacheTransfer:
             raise TransferError("this worker has no draft domain")
         by_role = ((CacheRole.TARGET, plan.target_mappings), (CacheRole.DRAFT, plan.draft_mappings))
         return [(self._domains[role], mapping) for role, mappings in by_role for mapping in mappings]
+
+    @staticmethod
+    def _disproof(parts: list[Part]) -> str | None:
+        """Why a load must not happen: a host block whose trailer says it holds something else than the plan wants.
+
+        The payload's checksum was verified when the block came from the store; this looks at the 64 bytes only.
+        """
+        for domain, mapping in parts:
+            cache = domain.caches[BlockType(mapping.block_type)]
+            assert cache.host is not None
+            if len(mapping.host) and int(mapping.host.max()) >= cache.host.shape[0]:
+                return f"host block {int(mapping.host.max())} is out of range"
+            start = cache.layout.object_bytes - TRAILER_BYTES
+            trailers = cache.host.numpy()[mapping.host, start:]
+            if b"".join(Trailer.block_hash(raw.tobytes()) for raw in trailers) != mapping.hashes:
+                return "a host block is not the block the plan names"
+        return None
 
     def _see_load_end(self, synchronizer: LayerSynchronizer, nbytes: int, start: float) -> None:
         try:

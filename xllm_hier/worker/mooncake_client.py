@@ -25,6 +25,8 @@ MAX_KEYS = 256  # per call; two threads at most call at once, far below the 1024
 _LOCAL_BUFFER = 16 << 20
 _CONNECT_S = 1.0
 _MISSING = -704
+# Codes of a read that has not touched, and will not touch, its buffer: no such key, not ready, bad arguments.
+ENDED_READS = frozenset({_MISSING, -703, -600})
 
 
 def set_environment(log_level: str) -> None:
@@ -216,6 +218,13 @@ class MooncakeClient:
                 answer = list(store.batch_put_from(part, list(addresses[start:end]), list(sizes[start:end]), replicate))
             codes.extend(answer if len(answer) == len(part) else [-1] * len(part))
         return codes
+
+    def remove(self, key: str) -> None:
+        """Remove one key, leased or not; one that is not there is no error. Raises StoreError otherwise."""
+        with self._call() as store:
+            code = int(store.remove(key, True))
+        if code not in (0, _MISSING):
+            raise StoreError(f"removing a key failed with code {code}")
 
     def remove_matching(self, regex: str) -> int:
         """Remove every key that `regex` matches, leased or not; returns how many."""
