@@ -45,6 +45,11 @@ LARGE |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, 
 Line = tuple[str, bool | str]  # what; True is ok, False is FAILED, a text is ok and says how
 
 
+def _hashes(host: Any) -> bytes:
+    """Block hashes made of the places on the host: what a load names must be what was written there."""
+    return b"".join(bytes([int(block) % 256]) * 16 for block in host)
+
+
 @dataclass(frozen=True)
 class Place:
     """Where the checks run."""
@@ -270,7 +275,7 @@ class Bench:
     def offload(self, device: list[int], host: list[int]) -> bool:
         from xllm_hier.plans import BlockMapping, OffloadCopied, TransferKvBlocks, ints
 
-        hashes = b"".join(bytes([number % 256]) * 16 for number in range(len(device)))
+        hashes = _hashes(host)
         self.transfer.offload(TransferKvBlocks(1, [BlockMapping("KV", ints(device), ints(host), hashes)]))
         copied = self.answers.get(timeout=LIMIT_S)
         self.answers.get(timeout=LIMIT_S)
@@ -279,7 +284,9 @@ class Bench:
     def load(self, device: list[int], host: list[int], batch_id: int = 2) -> None:
         from xllm_hier.plans import BlockMapping, TransferBlocks, ints
 
-        self.transfer.load_from_host(TransferBlocks(batch_id, [BlockMapping("KV", ints(device), ints(host), b"")]))
+        self.transfer.load_from_host(
+            TransferBlocks(batch_id, [BlockMapping("KV", ints(device), ints(host), _hashes(host))])
+        )
 
     def blocks(self, table: list[int]) -> torch.Tensor:
         return torch.stack([cache[table].cpu() for cache in self.caches])

@@ -145,7 +145,7 @@ class SimulatedWorkers:
         def stored(rank: int) -> Callable[[HierarchyBlockManagerPool], None]:
             def answer(manager: HierarchyBlockManagerPool) -> None:
                 put()
-                manager.on_offload_stored(OffloadStored(plan.transfer_id, rank, len(reached)))
+                manager.write_back.on_stored(OffloadStored(plan.transfer_id, rank, len(reached)))
 
             return answer
 
@@ -153,7 +153,7 @@ class SimulatedWorkers:
             def answer(manager: HierarchyBlockManagerPool) -> None:
                 copy()
                 count = len(mapping.device) - (rank == failed_rank)
-                manager.on_offload_copied(OffloadCopied(plan.transfer_id, rank, count))
+                manager.write_back.on_copied(OffloadCopied(plan.transfer_id, rank, count))
                 self.pending.append(stored(rank))
 
             return answer

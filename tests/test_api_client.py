@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import time
 from contextlib import aclosing
 
@@ -270,7 +271,7 @@ def test_the_models_list_tells_the_limit(client):
 
 
 @pytest.fixture
-def llm(engine, tmp_path, monkeypatch):
+def start_llm(engine, tmp_path, monkeypatch):
     class Instance:
         engine_address = engine.address
 
@@ -290,7 +291,12 @@ def llm(engine, tmp_path, monkeypatch):
 
     monkeypatch.setattr(llm, "Instance", Instance)
     make_tokenizer(tmp_path)
-    with llm.LLM(str(tmp_path)) as started:
+    return lambda **settings: llm.LLM(str(tmp_path), **settings)
+
+
+@pytest.fixture
+def llm(start_llm):
+    with start_llm() as started:
         yield started
 
 
@@ -313,6 +319,53 @@ def test_llm_refuses_a_bad_prompt_before_anything_starts(engine, llm):
         llm.generate([[1, 2], [900]], use_tqdm=False)
     assert engine.added == []
     assert llm.clear_cache(["host"]) == {"done": {"tiers": ["host"]}}
+
+
+def test_llm_keeps_to_the_engines_limit_of_open_requests_in_all_its_calls_together(engine, start_llm):
+    engine.allowance = 0
+    answers = []
+    with start_llm(max_waiting_requests=2) as llm:
+
+        def generate(first):
+            answers.append(llm.generate([[first + i] for i in range(6)], use_tqdm=False))
+
+        calls = [threading.Thread(target=generate, args=(first,)) for first in (5, 25)]
+        for call in calls:
+            call.start()
+        engine.wait_for(lambda: len(engine.added) >= 2, "requests")
+        time.sleep(0.1)
+        open_at_once = len(engine.added)
+        engine.allowance = float("inf")
+        for call in calls:
+            call.join(10)
+    assert open_at_once == 2
+    assert [len(answer) for answer in answers] == [6, 6]
+    firsts = [int(item.token_ids[0]) for item in engine.added]
+    assert abs(sum(first < 25 for first in firsts[:6]) - 3) <= 2  # neither call waits for the whole of the other
+
+
+def test_llm_asks_again_when_the_engine_has_no_place(engine, start_llm):
+    refused = []
+
+    def script(item):
+        if refused.count(item.request_id) < 2:
+            refused.append(item.request_id)
+            return fail("too many are open", 429)(item)
+        return say(byte_ids("ok"))(item)
+
+    engine.script = script
+    with start_llm() as llm:
+        answers = llm.generate(["a", "b", "c"], use_tqdm=False)
+    assert [answer.outputs[0].text for answer in answers] == ["ok"] * 3
+    assert len(refused) == 6
+
+
+def test_llm_does_not_ask_forever(engine, start_llm, monkeypatch):
+    monkeypatch.setattr("xllm_hier.llm._RETRY_S", 0.1)
+    engine.script = fail("too many are open", 429)
+    with start_llm() as llm, pytest.raises(RequestError, match="too many are open"):
+        llm.generate(["a", "b"], use_tqdm=False)
+    assert 4 <= len(engine.added) <= 20
 
 
 def test_answers_do_not_wait_for_the_peers_acknowledgement():

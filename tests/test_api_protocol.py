@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -18,7 +20,9 @@ from scripted_engine import RunningApi, ScriptedEngine, byte_ids, make_tokenizer
 
 from xllm_hier.api.app import MAX_BODY_BYTES, create_app
 from xllm_hier.api.engine_client import EngineClient
-from xllm_hier.api.output import Detokenizer, StopFinder
+from xllm_hier.api.generation import Admission, Choice, Generation, Prompt
+from xllm_hier.api.output import ChoiceDecoder, Detokenizer, StopFinder
+from xllm_hier.api.refusal import ErrorAnswer, error_body
 from xllm_hier.api.tokenizer import load_tokenizer
 from xllm_hier.config import EngineConfig
 from xllm_hier.errors import ConfigError
@@ -148,6 +152,51 @@ def test_a_broken_body_is_a_400(http):
     for text in ('{"prompt": "\\ud800"}', '{"\\ud800": 1}', '{"prompt": NaN}'):
         answer = http.post("/v1/completions", content=text, headers={"content-type": "application/json"})
         assert answer.status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("completions", '"prompt": "a\\ud800"', "prompt"),
+        ("completions", '"prompt": ["a", "\\udfff"]', "prompt"),
+        ("completions", '"prompt": "a", "model": "\\ud800"', "model"),
+        ("completions", '"prompt": "a", "cache_salt": "\\ud800"', "cache_salt"),
+        ("completions", '"prompt": "a", "stop": ["x", "\\udc00"]', "stop"),
+        ("completions", '"prompt": "a", "user": "\\ud800", "stream": true', "user"),
+        ("completions", '"prompt": "a", "\\ud800": 1', "\\ud800"),
+        ("chat/completions", '"messages": [{"role": "user", "content": "\\ud800"}]', "messages"),
+        ("chat/completions", '"messages": [{"role": "\\ud800", "content": "a"}]', "messages"),
+        (
+            "chat/completions",
+            '"messages": [{"role": "user", "content": [{"type": "text", "text": "\\ud800"}]}]',
+            "messages",
+        ),
+        (
+            "chat/completions",
+            '"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": [{"\\ud800": 1}]}',
+            "chat_template_kwargs",
+        ),
+    ],
+)
+def test_text_that_utf8_cannot_hold_is_a_400_that_names_the_field(http, engine, path, body, param):
+    answer = http.post(f"/v1/{path}", content=f"{{{body}}}", headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert "valid Unicode" in answer.json()["error"]["message"]
+    assert engine.added == []
+
+
+def test_whole_surrogate_pairs_and_deep_nesting_are_no_broken_text(http):
+    headers = {"content-type": "application/json"}
+    assert http.post("/v1/completions", content='{"prompt": "\\ud83d\\ude00"}', headers=headers).status_code == 200
+    deep = '{"prompt": "a", "metadata": ' + '{"a":' * 500 + "1" + "}" * 501
+    answer = http.post("/v1/completions", content=deep, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "metadata")
+
+
+def test_an_error_body_can_quote_any_text():
+    body = json.loads(ErrorAnswer(error_body("no \ud800 é", 400, param="\udfff")).body)["error"]
+    assert (body["message"], body["param"]) == ("no \\ud800 é", "\\udfff")
+    assert ErrorAnswer({"error": "\ud800"}).body.isascii()
 
 
 def test_too_many_tokens_are_a_400_with_both_numbers(http, engine):
@@ -385,6 +434,22 @@ def test_a_client_that_goes_aborts_all_its_requests_exactly_once(api, engine, st
     assert sorted(engine.aborted) == sorted(item.request_id for item in engine.added)
 
 
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_a_client_that_leaves_a_stream_is_no_error(engine, tmp_path, caplog, path):
+    """Clients may leave at any time: one line in the access log at most."""
+    make_tokenizer(tmp_path)
+    body = {"prompt": "a"} if path == "completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    with RunningApi(engine, tmp_path) as api:
+        for allowance in (0, 2):  # before the response starts, and after
+            engine.allowance, before = allowance, len(engine.added)
+            with httpx.Client(base_url=api.url, timeout=0.2) as http, pytest.raises(httpx.ReadTimeout):
+                http.post(f"/v1/{path}", json=body | {"stream": True})
+            engine.wait_for(lambda before=before: len(engine.aborted) > before, "abort")
+    assert engine.aborted == [item.request_id for item in engine.added]
+    assert len(engine.aborted) == 2
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
 def test_a_stream_whose_client_goes_before_the_first_token_is_aborted(api, engine):
     engine.allowance = 0
     with httpx.Client(base_url=api.url) as http, pytest.raises(httpx.ReadTimeout):
@@ -411,6 +476,30 @@ def test_open_requests_beyond_the_limit_are_a_429_until_some_end(engine, tmp_pat
             engine.allowance = float("inf")
             waiting.join(10)
         assert complete(http).status_code == 200
+
+
+def test_places_are_given_back_after_the_aborts_are_sent():
+    """Else the request that takes such a place reaches the engine before the abort, and is refused there."""
+    admission = Admission(2)
+    open_at_abort = []
+
+    class Client:
+        async def generate(self, request):
+            try:
+                await asyncio.Event().wait()
+                yield
+            finally:
+                open_at_abort.append(admission.num_open)
+
+    async def work():
+        prompt = Prompt(None, [5])
+        choices = [Choice(i, prompt, None, ChoiceDecoder(None, [5])) for i in range(2)]
+        async with Generation(Client(), admission, choices, SimpleNamespace(ended=lambda reason: None)):
+            await asyncio.sleep(0)
+
+    asyncio.run(work())
+    assert open_at_abort == [2, 2]
+    assert admission.num_open == 0
 
 
 # --------------------------------------------------------------------------------------------- operation

@@ -412,7 +412,7 @@ def test_the_host_prefix_is_published_only_if_every_rank_copied_every_block() ->
     simulation = Simulation(num_workers=2)
     simulation.workers.faults.offload = 1.0
     simulation.ask(PROMPT, 1)
-    assert simulation.manager.num_failed_offloads > 0
+    assert simulation.manager.write_back.num_failed > 0
     counts = simulation.manager.block_counts()
     assert counts["host"]["KV"] == {"free": 16, "pinned": 0, "evictable": 0}
     assert counts["device"]["KV"]["pinned"] == 0 and counts["device"]["KV"]["evictable"] >= 4

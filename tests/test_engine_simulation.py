@@ -23,7 +23,13 @@ def assert_at_rest(simulation: Simulation) -> None:
     manager = simulation.manager
     assert manager.device.num_pinned == 0 and manager.host.num_pinned == len(manager.quarantine)
     tables = [manager._prefetches, manager._prefetch_of, manager._fetching, manager._awaited, manager._filling]
-    tables += [manager._planned_loads, manager._batches, manager._pairs, manager._offloading, manager._offloads]
+    tables += [
+        manager._planned_loads,
+        manager._batches,
+        manager.write_back._pairs,
+        manager.write_back._offloading,
+        manager.write_back._offloads,
+    ]
     assert not any(tables) and manager._num_prefetch_targets == manager._num_mounted == 0
     for pool, left in ((manager.device, 0), (manager.host, len(manager.quarantine))):
         pool.clear()
@@ -154,7 +160,7 @@ def test_walks_meet_what_they_are_meant_to_meet() -> None:
             simulation.manager.clear("host")
         met["preemptions"] += simulation.scheduler.num_preemptions
         met["loads"] += simulation.manager.num_failed_loads
-        met["offloads"] += simulation.manager.num_failed_offloads
+        met["offloads"] += simulation.manager.write_back.num_failed
         for tier, tokens in simulation.manager.prefix_tokens.items():
             met[tier] += tokens
     assert all(met.values()), met

@@ -318,7 +318,7 @@ def test_host_room_is_reserved_whole_or_not_at_all_and_tried_again_when_a_block_
     assert sequence.host_targets == {} and manager.host.num_free == 1
     sequence.num_computed = 8
     manager.publish_computed(sequence)
-    manager.transfer_offload_blocks()
+    manager.write_back.send()
     (plan,) = sent(simulation, TransferKvBlocks)
     assert plan.target_mappings[0].hashes == hashes(PROMPT)[0]
 
@@ -336,7 +336,7 @@ def test_write_back_targets_are_reserved_early_handed_to_the_pairs_and_outlive_t
     assert sequence.host_targets == {} and manager.device.references(first) == 2
     manager.deallocate(sequence)
     assert (manager.device.num_pinned, manager.host.num_pinned) == (2, 2), "the pairs hold them"
-    manager.transfer_offload_blocks()
+    manager.write_back.send()
     (plan,) = sent(simulation, TransferKvBlocks)
     assert plan.target_mappings[0].host.tolist() == targets
     for _ in range(2):  # copied, then stored

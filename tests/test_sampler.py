@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 
 from xllm_hier.plans import SamplingSpec
-from xllm_hier.worker.sampler import sample, token_logprobs, uniform
+from xllm_hier.worker.sampler import _draw, sample, token_logprobs, uniform
 
 GOLDEN = [0.094327904725, 0.459839631343, 0.860414516212]
+GOLDEN_DRAWS = [17, 62, 24, 43, 31, 22, 38, 24, 57, 31, 12, 57, 38, 17, 57, 5, 12, 57, 17, 62, 24, 43, 31, 19]
 # Probabilities 0.5, 0.25, 0.125, 0.125 in a scattered order: token 3 is the most likely, then 1, then 0 and 2.
 LOGITS = torch.tensor([0.125, 0.25, 0.125, 0.5]).log()
 
@@ -75,6 +77,59 @@ def test_a_draw_depends_on_seed_and_number_only(spec):
     crowd = [sample(logits[[1, 0, 2]], [other, mine, SamplingSpec()], [3, draw, 9])[1] for draw in reversed(range(30))]
     assert alone == crowd[::-1]
     assert len(set(alone)) > 5
+
+
+EXTREME_ROWS = {
+    "random": torch.linspace(-9, 9, 3000)[torch.randperm(3000, generator=torch.Generator().manual_seed(1))],
+    "flat": torch.zeros(3000),
+    "huge": torch.tensor([-3.4e38, 3.4e38, 0.0, 3.3e38]),
+    "tiny": torch.tensor([1e-45, -1e-45, 0.0]),
+    "masked": torch.tensor([-torch.inf, 2.0, -torch.inf, 1.0, -torch.inf]),
+    "one left": torch.tensor([-torch.inf, -torch.inf, -3.4e38]),
+    "single": torch.tensor([5.0]),
+}
+
+
+@pytest.mark.parametrize("row", EXTREME_ROWS.values(), ids=EXTREME_ROWS.keys())
+def test_every_accepted_spec_draws_a_possible_token(row):
+    for temperature, top_p, min_p, top_k in itertools.product(
+        (5e-324, 1e-310, 1e-30, 9e-6, 1e-5, 1e-3, 1.0, 2.0),
+        (5e-324, 1e-12, 0.5, 1 - 2**-53, 1.0),
+        (0.0, 5e-324, 0.5, 1.0),
+        (0, 1, 2, 2999, 1 << 30),
+    ):
+        spec = SamplingSpec(temperature=temperature, top_p=top_p, min_p=min_p, top_k=top_k)
+        for number in (0.0, 0.5, 1 - 2**-53):
+            token = _draw(row, spec, number)
+            assert row[token] > -torch.inf, (spec, number)
+            if temperature < 1e-5 or min_p == 1 or top_k == 1 or top_p < 1e-9:
+                assert row[token] >= row.max() - 1e-6, (spec, number)
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-310, 9.9e-6])
+def test_temperatures_close_to_zero_are_greedy(temperature):
+    """Division by them overflows, and one such request failed the whole step."""
+    logits = torch.tensor([[1.0, 3.0, 3.0], [2.0, 2.0, 1.9999]])
+    assert sample(logits, [SamplingSpec(temperature=temperature, seed=3)] * 2, [0, 5]) == [1, 0]
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_without_a_distribution_does_not_fail_the_others(broken):
+    logits = torch.stack([torch.full((4,), broken), LOGITS])
+    token, other = sample(logits, [SamplingSpec(temperature=1.0), SamplingSpec(temperature=1.0, top_k=1)], [0, 0])
+    assert 0 <= token < 4
+    assert other == 3
+
+
+def test_draws_never_change():
+    """Golden, as the numbers are: a request that goes on elsewhere keeps its text."""
+    logits = torch.linspace(-3, 3, 64)[torch.arange(64) * 37 % 64]
+    drawn = [
+        sample(logits[None], [SamplingSpec(temperature=0.8, seed=42, **spec)], [draw])[0]
+        for spec in ({}, {"top_k": 8}, {"top_p": 0.7}, {"min_p": 0.2})
+        for draw in range(6)
+    ]
+    assert drawn == GOLDEN_DRAWS
 
 
 def test_uniform_numbers_never_change():

@@ -28,12 +28,15 @@ from .config import EngineConfig
 from .errors import EngineDeadError, RequestError
 from .launch import Instance
 from .plans import AddRequest, PromptUsage, TokenLogprob
+from .wire import Deadline
 
 __all__ = ["LLM", "GenerationOutput", "SamplingParams", "TextOutput"]
 
 T = TypeVar("T")
 _CALL_S = 60.0
 _MAX_OPEN = 512  # engine requests at once; more would only wait inside the engine
+_RETRY_S = 30.0  # for an engine whose limit is taken up, for instance by requests that were just aborted
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 _START_TOLERANCE_S = 30.0
 _WATCH_S = 0.5
 
@@ -90,6 +93,8 @@ class LLM:
         self._instance = Instance(self.config, api=False)
         self._instance.start()
         self._ids = itertools.count()
+        self._max_open = min(_MAX_OPEN, self.config.max_waiting_requests)
+        self._places = asyncio.Semaphore(self._max_open)  # of all calls together
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="xllm_hier-llm", daemon=True)
         self._thread.start()
@@ -220,10 +225,10 @@ class LLM:
     async def _serve(
         self, requests: list[list[AddRequest]], answers: list[GenerationOutput], params: SamplingParams, bar: Any
     ) -> None:
-        places = asyncio.Semaphore(_MAX_OPEN)
+        mine = asyncio.Semaphore(self._max_open)  # so that other calls need not queue behind this whole batch
 
         async def serve_one(request: AddRequest, answer: GenerationOutput, output: TextOutput) -> None:
-            async with places:
+            async with mine, self._places:
                 decoder = await self._fill(request, answer.prompt_token_ids, output, params)
             if output.index == 0:
                 answer.usage, answer.prompt_logprobs = decoder.usage, decoder.prompt_logprobs
@@ -240,6 +245,20 @@ class LLM:
             raise errors.exceptions[0] from None
 
     async def _fill(
+        self, request: AddRequest, prompt_ids: list[int], output: TextOutput, params: SamplingParams
+    ) -> ChoiceDecoder:
+        """Serve one request into `output`; while the engine has no place for it, which it says first, try again."""
+        deadline, pause = Deadline(_RETRY_S), _FIRST_PAUSE_S
+        while True:
+            try:
+                return await self._try(request, prompt_ids, output, params)
+            except RequestError as error:
+                if error.status != 429 or deadline.passed():
+                    raise
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    async def _try(
         self, request: AddRequest, prompt_ids: list[int], output: TextOutput, params: SamplingParams
     ) -> ChoiceDecoder:
         decoder = ChoiceDecoder(

@@ -16,7 +16,7 @@ from ..errors import EngineDeadError, RequestError
 from . import admin
 from .engine_client import EngineClient
 from .protocol import ChatRequest, CompletionRequest, describe
-from .refusal import Refusal, body_of, error_body
+from .refusal import ErrorAnswer, Refusal, body_of, error_body
 from .service import Service, service_of
 from .streaming import ClientGoneError
 from .tokenizer import Tokenizer
@@ -123,26 +123,26 @@ async def _request_error(request: Request, error: Exception) -> Response:
     headers = {"retry-after": "1"} if error.status in (429, 503) else None
     if error.status == 401:
         headers = {"www-authenticate": "Bearer"}
-    return JSONResponse(body_of(error), error.status, headers)
+    return ErrorAnswer(body_of(error), error.status, headers)
 
 
 async def _validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     message, param = describe(list(error.errors()))
-    return JSONResponse(error_body(message, 400, param=param), 400)
+    return ErrorAnswer(error_body(message, 400, param=param), 400)
 
 
 async def _engine_dead(request: Request, error: Exception) -> Response:
-    return JSONResponse(error_body(f"the engine is gone: {error}", 503, code="engine_dead"), 503)
+    return ErrorAnswer(error_body(f"the engine is gone: {error}", 503, code="engine_dead"), 503)
 
 
 async def _timeout(request: Request, error: Exception) -> Response:
-    return JSONResponse(error_body("the engine did not answer in time", 504, code="engine_timeout"), 504)
+    return ErrorAnswer(error_body("the engine did not answer in time", 504, code="engine_timeout"), 504)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return JSONResponse(error_body(str(error.detail), error.status_code), error.status_code, error.headers)
+    return ErrorAnswer(error_body(str(error.detail), error.status_code), error.status_code, error.headers)
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:
@@ -150,7 +150,7 @@ async def _client_gone(request: Request, error: Exception) -> Response:
 
 
 async def _own_fault(request: Request, error: Exception) -> Response:
-    return JSONResponse(error_body("the server has a fault; its log tells more", 500), 500)
+    return ErrorAnswer(error_body("the server has a fault; its log tells more", 500), 500)
 
 
 class _BodyLimit:

@@ -85,12 +85,14 @@ class Generation:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._admission.leave(len(self.choices))
         for _ in range(len(self.choices) - self._num_ended):
             self._times.ended("error" if isinstance(error, (RequestError, EngineDeadError)) else "abort")
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        finally:  # after the aborts are sent: whoever gets these places is behind them on the way to the engine
+            self._admission.leave(len(self.choices))
 
     async def _pump(self, choice: Choice) -> None:
         try:

@@ -81,6 +81,16 @@ class _Request(BaseModel):
                 kept[name] = value
         return kept
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_broken_text(cls, data: Any) -> Any:
+        for name, value in data.items() if isinstance(data, dict) else ():
+            if not (_is_utf8(name) and _is_utf8(value)):
+                raise RequestError(
+                    f"{name}: text must be valid Unicode, without halves of surrogate pairs", param=str(name)
+                )
+        return data
+
     @model_validator(mode="after")
     def _check_stream(self) -> _Request:
         if self.stream_options is not None and not self.stream:
@@ -254,6 +264,24 @@ class ChatRequest(_Request):
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             prompt_logprobs=self.prompt_logprobs,
         )
+
+
+def _is_utf8(value: Any) -> bool:
+    """Whether UTF-8 can hold every text in `value`, keys too; not recursive, as a body may be nested deeply."""
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, str):
+            try:
+                item.encode()
+            except UnicodeEncodeError:
+                return False
+        elif isinstance(item, dict):
+            left += item.keys()
+            left += item.values()
+        elif isinstance(item, list):
+            left += (each for each in item if not isinstance(each, int))  # token ids, of which there may be many
+    return True
 
 
 def _one_of(old: int | None, new: int | None) -> int | None:

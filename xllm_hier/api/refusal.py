@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
+
+from fastapi.responses import JSONResponse
 
 from ..errors import RequestError
 
@@ -19,9 +22,20 @@ class Refusal(RequestError):
 
 def error_body(message: str, status: int, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """The JSON body of an error answer; clients read `error.message`, `type`, `param` and `code`."""
-    message = message.encode(errors="replace").decode()  # it may quote half a surrogate pair of the request
     kind = _TYPES.get(status) or ("invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": _utf8(message), "type": kind, "param": param and _utf8(param), "code": code}}
+
+
+def _utf8(text: str) -> str:
+    """`text` with escapes for what UTF-8 cannot hold: it may quote half a surrogate pair of the request."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+class ErrorAnswer(JSONResponse):
+    """An error body in plain ASCII, which no text of a request can keep from being sent."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, separators=(",", ":")).encode()
 
 
 def body_of(error: RequestError) -> dict[str, Any]:

@@ -58,13 +58,19 @@ class EventStream(Response):
         self.background = None
         self.raw_headers = list(_HEADERS)
         self._chunks = chunks
+        self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await until_disconnected(receive, self._send_all(send))
+        try:
+            await until_disconnected(receive, self._send_all(send))
+        except ClientGoneError:
+            if not self._started:  # access logs still get their status
+                raise
 
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self._chunks) as chunks:
             first = await anext(chunks)
+            self._started = True
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await _send_event(send, first)
             try:

@@ -12,24 +12,20 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 from ..block import BlockType, common_boundary
 from ..plans import (
-    BlockMapping,
-    OffloadCopied,
-    OffloadStored,
     PrefetchAnswer,
     PrefetchFromStorage,
     PromptUsage,
     TransferAck,
     TransferBlocks,
-    TransferKvBlocks,
     ints,
 )
 from .block_pool import BlockPool
 from .prefetch import PrefetchResult
 from .sequence import Sequence
+from .write_back import WorkerLink, WriteBack, block_mapping
 
 log = logging.getLogger("xllm.engine")
 
@@ -40,15 +36,6 @@ QUARANTINE_S = 600.0  # a store client that stalled longer than this is restarte
 
 def _now() -> float:
     return time.monotonic()
-
-
-class WorkerLink(Protocol):
-    """The way to all workers: what is sent first arrives first."""
-
-    num_workers: int
-
-    def broadcast(self, message: Any) -> None:
-        """Send one plan to every worker."""
 
 
 @dataclass(eq=False)
@@ -71,28 +58,6 @@ class _Load:
     host: int
     device: int
     block_hash: bytes
-
-
-@dataclass(frozen=True)
-class _Pair:
-    """One D2H block on its way: both blocks carry one reference of this pair."""
-
-    device: int
-    host: int
-    block_hash: bytes
-    parent_hash: bytes
-    put: bool
-
-
-@dataclass(eq=False)
-class _Offload:
-    """A D2H2G plan under way and which ranks have answered its two parts."""
-
-    pairs: list[_Pair]
-    copied: dict[int, int] = field(default_factory=dict)
-    stored: set[int] = field(default_factory=set)
-    published: bool = False
-    started: float = field(default_factory=_now)
 
 
 class HierarchyBlockManagerPool:
@@ -134,16 +99,11 @@ class HierarchyBlockManagerPool:
         self._num_prefetch_targets = 0
         self._num_mounted = 0
         self.quarantine: deque[tuple[float, int]] = deque()  # (release time, host block)
-        self._unstored: set[bytes] = set()
-        self._store_works = True
         self._filling: dict[bytes, Sequence] = {}
         self._planned_loads: list[_Load] = []
         self._batches: dict[int, list[_Load]] = {}
         self._failed_acks: set[int] = set()
-        self._pairs: list[_Pair] = []
-        self._offloading: set[bytes] = set()
-        self._offloads: dict[int, _Offload] = {}
-        self.num_failed_offloads = 0
+        self.write_back = WriteBack(link, self.device, self.host, self._new_id, store_enabled=self.store_enabled)
         self.num_failed_loads = 0
         self.num_prefetch_timeouts = 0
         self.prefix_tokens = {"device": 0, "host": 0, "store": 0, "computed": 0}
@@ -331,7 +291,7 @@ class HierarchyBlockManagerPool:
                 sequence.mounted[index] = target
                 self._num_mounted += 1
                 sequence.from_store.add(index)
-                self._store_works = True
+                self.write_back.store_works = True
                 continue
             operation.missed.add(sequence.hash_of(index))
             if result.is_unknown(column):
@@ -438,9 +398,7 @@ class HierarchyBlockManagerPool:
         wanted = [
             index
             for index in range(sequence.num_published, last if self.prefix_cache and self.host.num_blocks else 0)
-            if index not in sequence.host_targets
-            and (block_hash := sequence.hash_of(index)) not in self._offloading
-            and self.host.find(block_hash) is None
+            if index not in sequence.host_targets and self.write_back.is_missing(sequence.hash_of(index))
         ]
         targets = self.host.allocate(len(wanted))
         if targets is not None:
@@ -453,7 +411,7 @@ class HierarchyBlockManagerPool:
         batch_id, loads = self._new_id(), self._planned_loads
         self._planned_loads = []
         self._batches[batch_id] = loads
-        mapping = _mapping((load.device, load.host, load.block_hash) for load in loads)
+        mapping = block_mapping((load.device, load.host, load.block_hash) for load in loads)
         self.link.broadcast(TransferBlocks(batch_id, [mapping]))
         return [batch_id]
 
@@ -507,27 +465,13 @@ class HierarchyBlockManagerPool:
                     sequence.replace_block(index, same)
             if self._filling.get(block_hash) is sequence:
                 del self._filling[block_hash]
-            self._queue_offload(sequence, index, put)
+            self._write_back(sequence, index, put)
         sequence.num_published = max(sequence.num_published, end)
 
-    def _queue_offload(self, sequence: Sequence, index: int, put: bool) -> None:
+    def _write_back(self, sequence: Sequence, index: int, put: bool) -> None:
         target = sequence.host_targets.pop(index, None)
-        block_hash = sequence.hash_of(index)
-        there = self.host.find(block_hash) is not None
-        again = put and self._store_works and block_hash in self._unstored  # its first write did not reach the store
-        if (there and not again) or block_hash in self._offloading:
-            if target is not None:
-                self.host.unpin([target])
-            return
-        if target is None:
-            targets = self.host.allocate(1)
-            if targets is None:
-                return
-            target = targets[0]
-        block = sequence.device_blocks[index]
-        self.device.pin(block)
-        self._offloading.add(block_hash)
-        self._pairs.append(_Pair(block, target, block_hash, sequence.parent_of(index), put))
+        block, block_hash = sequence.device_blocks[index], sequence.hash_of(index)
+        self.write_back.queue(block, block_hash, sequence.parent_of(index), target, put=put)
 
     def begin_canonical(self, sequence: Sequence) -> bool:
         """Prepare a finished sequence to have its decoded blocks computed once more as a prompt; False when none is
@@ -602,87 +546,18 @@ class HierarchyBlockManagerPool:
             end = min(end, sequence.prompt_length // self.block_size)
         for index in range(end):
             if self.device.find(sequence.hash_of(index)) == sequence.device_blocks[index]:
-                self._queue_offload(sequence, index, put=True)
+                self._write_back(sequence, index, put=True)
 
     def transfer_offload_blocks(self) -> None:
         """Send the write-backs queued since the last call."""
-        pairs, self._pairs = self._pairs, []
-        for put in (True, False):
-            chosen = [pair for pair in pairs if pair.put is put]
-            if not chosen:
-                continue
-            transfer_id = self._new_id()
-            self._offloads[transfer_id] = _Offload(chosen)
-            mapping = _mapping((pair.device, pair.host, pair.block_hash) for pair in chosen)
-            self.link.broadcast(TransferKvBlocks(transfer_id, [mapping], put=put))
-
-    def on_offload_copied(self, answer: OffloadCopied) -> None:
-        """One rank's D2H has ended; with the last one the host prefix is published or the host blocks are released."""
-        offload = self._offloads.get(answer.transfer_id)
-        if offload is None or answer.rank in offload.copied:
-            log.warning("ignored an offload answer of rank %d for %d", answer.rank, answer.transfer_id)
-            return
-        offload.copied[answer.rank] = answer.num_blocks
-        if len(offload.copied) == self.link.num_workers:
-            self._finish_copy(answer.transfer_id, offload)
-
-    def _finish_copy(self, transfer_id: int, offload: _Offload) -> None:
-        complete = all(count == len(offload.pairs) for count in offload.copied.values())
-        self.device.unpin(pair.device for pair in offload.pairs)
-        for pair in offload.pairs:
-            self._offloading.discard(pair.block_hash)
-            if complete:
-                self.host.publish(pair.host, pair.block_hash, pair.parent_hash)
-        offload.published = complete
-        if not complete:
-            self.num_failed_offloads += 1
-            log.warning("a write-back of %d blocks failed; copied per rank: %s", len(offload.pairs), offload.copied)
-        self._finish_offload(transfer_id, offload)
-
-    def on_offload_stored(self, answer: OffloadStored) -> None:
-        """One rank's store writes have ended, well or not: with the last one the host blocks may be reused."""
-        offload = self._offloads.get(answer.transfer_id)
-        if offload is None:
-            return
-        offload.stored.add(answer.rank)
-        if self.store_enabled and offload.pairs[0].put:
-            hashes = {pair.block_hash for pair in offload.pairs}
-            self._store_works = answer.num_stored == len(hashes)
-            if self._store_works:
-                self._unstored -= hashes
-            elif len(self._unstored) < self.host.num_blocks:
-                self._unstored |= hashes
-        self._finish_offload(answer.transfer_id, offload)
-
-    def _finish_offload(self, transfer_id: int, offload: _Offload) -> None:
-        if len(offload.copied) == self.link.num_workers == len(offload.stored):
-            self.host.unpin(pair.host for pair in offload.pairs)
-            del self._offloads[transfer_id]
+        self.write_back.send()
 
     # ---------------------------------------------------------------------------------------- the whole
 
     @property
-    def num_offloads(self) -> int:
-        """Write-backs under way or queued; while there are some, more device or host blocks will become free."""
-        return len(self._offloads) + bool(self._pairs)
-
-    @property
-    def offload_pins_device(self) -> bool:
-        """A write-back still has to copy from device blocks."""
-        return bool(self._pairs) or any(len(o.copied) < self.link.num_workers for o in self._offloads.values())
-
-    @property
     def busy(self) -> bool:
         """Some transfer is planned or under way."""
-        return bool(self._prefetches or self._batches or self._planned_loads or self.num_offloads)
-
-    def oldest_copy_s(self) -> float:
-        """Age in seconds of the write-back that has waited longest for its copy to the host; 0 when there is none.
-
-        Store reads and writes do not count: a slow or hung store is no reason to doubt the worker.
-        """
-        starts = [o.started for o in self._offloads.values() if len(o.copied) < self.link.num_workers]
-        return time.monotonic() - min(starts) if starts else 0.0
+        return bool(self._prefetches or self._batches or self._planned_loads or self.write_back.busy)
 
     def clear(self, tier: str) -> int:
         """Forget what `tier` (device | host) could serve; blocks in use stay until released. Returns how many."""
@@ -699,8 +574,3 @@ class HierarchyBlockManagerPool:
             tier: {BlockType.KV.value: {"free": p.num_free, "pinned": p.num_pinned, "evictable": p.num_evictable}}
             for tier, p in (("device", self.device), ("host", self.host))
         }
-
-
-def _mapping(rows: Iterable[tuple[int, int, bytes]]) -> BlockMapping:
-    device, host, hashes = zip(*rows, strict=True)
-    return BlockMapping(BlockType.KV.value, ints(device), ints(host), b"".join(hashes))

@@ -175,7 +175,7 @@ class EngineCore:
         if self.api.peer_gone():
             log.info("the client of this engine is gone: stopping")
             self._stop = True
-        if self.manager.oldest_copy_s() > self.config.worker_timeout_s:
+        if self.manager.write_back.oldest_copy_s() > self.config.worker_timeout_s:
             raise EngineDeadError(f"a write-back's copy took longer than {self.config.worker_timeout_s:g} s")
         self.manager.release_quarantine()
 
@@ -187,9 +187,9 @@ class EngineCore:
         elif isinstance(answer, TransferAck):
             self.manager.on_transfer_ack(answer)
         elif isinstance(answer, OffloadCopied):
-            self.manager.on_offload_copied(answer)
+            self.manager.write_back.on_copied(answer)
         elif isinstance(answer, OffloadStored):
-            self.manager.on_offload_stored(answer)
+            self.manager.write_back.on_stored(answer)
         elif isinstance(answer, WorkerResult):
             question = self._questions.get(answer.call_id)
             if question is not None:
@@ -333,7 +333,7 @@ class EngineCore:
             "load_wait_s": self._wait_s,
             "quarantined": len(manager.quarantine),
             "failed_loads": manager.num_failed_loads,
-            "failed_offloads": manager.num_failed_offloads,
+            "failed_offloads": manager.write_back.num_failed,
             "uptime_s": time.monotonic() - self._started,
         }
         self._answer(call, stats)

@@ -101,7 +101,8 @@ class Scheduler:
 
     @property
     def num_open(self) -> int:
-        return len(self.sequences)
+        """Requests somebody still waits for."""
+        return sum(not sequence.aborted for sequence in self.sequences.values())
 
     def schedule(self) -> Step | None:
         """The next step with all its blocks allocated and its load sent; None when nothing can run now."""
@@ -150,7 +151,7 @@ class Scheduler:
         if self.canonical:
             self._end_canonical(self.canonical[-1])
             return True
-        if self.manager.offload_pins_device:
+        if self.manager.write_back.pins_device:
             return False  # blocks come back by themselves: nobody has to lose work
         placed = {member for member, _ in (*step.prefill, *step.decode)}
         victims = [other for other in self.running if other not in placed]

@@ -16,13 +16,15 @@ from ..plans import SamplingSpec, TokenLogprob
 
 # top_p seldom needs more than this many of the most likely tokens; sorting a whole vocabulary takes milliseconds.
 _FIRST_LOOK = 1024
+# Below this the most likely token is all but certain; dividing by much less leaves the numbers' range.
+_LEAST_TEMPERATURE = 1e-5
 
 
 def sample(logits: torch.Tensor, specs: Sequence[SamplingSpec], draws: Sequence[int]) -> list[int]:
     """One token per row of fp32 `logits` [rows, vocab]; `draws[i]` counts the draws of row i's request before this."""
     chosen: list[int] = logits.argmax(dim=-1).tolist()  # of equal logits the lowest token id
     for row, (spec, draw) in enumerate(zip(specs, draws, strict=True)):
-        if spec.temperature > 0:
+        if spec.temperature >= _LEAST_TEMPERATURE:
             chosen[row] = _draw(logits[row], spec, uniform(spec.seed, draw))
     return chosen
 
@@ -64,9 +66,11 @@ def token_logprobs(
 
 
 def _draw(logits: torch.Tensor, spec: SamplingSpec, number: float) -> int:
-    """The token at `number` of the cumulated filtered distribution of one row."""
-    wide = logits.double() / spec.temperature
-    probabilities = (wide - wide.max()).softmax(dim=-1)
+    """The token at `number` of the cumulated filtered distribution of one row; of a row without one, argmax."""
+    best = logits.max()
+    if spec.temperature < _LEAST_TEMPERATURE or not torch.isfinite(best):
+        return int(logits.argmax())
+    probabilities = ((logits.double() - best) / spec.temperature).softmax(dim=-1)
     kept, ids = _filter(probabilities, spec)
     cumulated = kept.cumsum(dim=0)
     place = int(torch.searchsorted(cumulated, number * cumulated[-1], right=True))
