@@ -84,6 +84,9 @@ class EngineConfig:
     host_blocks_factor: float = _setting(
         0.0, CACHE, "host blocks = factor x device blocks; the host cache exists only above 1.0", low=0.0
     )
+    host_huge_pages: bool = _setting(
+        False, CACHE, "ask for reserved 2 MiB pages for own host memory; falls back to small ones and says so"
+    )
     layers_wise_copy_batchs: int = _setting(
         4,
         CACHE,

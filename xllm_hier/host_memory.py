@@ -11,6 +11,8 @@ Nothing has a name, so nothing is left behind: when every holder is gone, SIGKIL
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import logging
 import mmap
 import os
 from typing import Any
@@ -20,50 +22,90 @@ from numpy.typing import NDArray
 
 from .errors import ConfigError
 
+log = logging.getLogger("xllm.worker")
+
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
-_F_ADD_SEALS = 1033
+_MFD_HUGETLB = 0x0004
+_HUGE_PAGE = 2 << 20
+_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEALS = 0x0001 | 0x0002 | 0x0004  # SEAL | SHRINK | GROW: no peer can make our pages vanish
 
 
 class HostMemory:
-    """`nbytes` of host memory as one uint8 array; `array` stays valid until `close`, whose caller owns all views.
+    """`nbytes` of host memory as one uint8 array at `address`; `array` stays valid until `close`, and views of it keep
+    the mapping alive. `fd` is what `attach` takes in another process; None for memory that somebody else owns.
 
     Raises:
         ConfigError: the machine cannot give that much, with the figures.
     """
 
-    def __init__(self, array: NDArray[np.uint8], address: int, mapping: mmap.mmap | None, fd: int | None) -> None:
+    def __init__(
+        self, array: NDArray[np.uint8], address: int, mapping: mmap.mmap | None, fd: int | None, page_bytes: int
+    ) -> None:
         self.array = array
         self.address = address
         self._mapping = mapping
         self.fd = fd
+        self.page_bytes = page_bytes
 
     @classmethod
-    def create(cls, nbytes: int, setting: str = "host_blocks_factor") -> HostMemory:
-        """Own memfd memory, all pages present; `setting` is named when it does not fit."""
-        size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    def create(cls, nbytes: int, setting: str = "host_blocks_factor", *, huge_pages: bool = False) -> HostMemory:
+        """Own memfd memory, all pages present; `setting` is named when it does not fit.
+
+        `huge_pages` asks for reserved pages of 2 MiB (/proc/sys/vm/nr_hugepages) and takes small ones where there are
+        not enough; `page_bytes` says which it got.
+        """
         available = available_memory_bytes()
-        if size > available:
-            raise ConfigError(
-                setting, size, f"a host cache of at most {available} bytes (what is free on this machine)"
-            )
-        fd = os.memfd_create("xllm-host", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        if huge_pages:
+            try:
+                return cls._create(nbytes, _HUGE_PAGE, _MFD_HUGETLB)
+            except OSError as error:
+                log.warning("no huge pages for %d bytes of host blocks (%s): taking small ones", nbytes, error.strerror)
+        if nbytes > available:
+            raise ConfigError(setting, nbytes, f"a host cache of at most {available} bytes, what is free here")
+        try:
+            return cls._create(nbytes, mmap.PAGESIZE, 0)
+        except OSError as error:
+            raise ConfigError(setting, nbytes, f"a host cache that fits ({error.strerror})") from error
+
+    @classmethod
+    def _create(cls, nbytes: int, page_bytes: int, flags: int) -> HostMemory:
+        size = -(-nbytes // page_bytes) * page_bytes
+        fd = os.memfd_create("xllm-host", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
         try:
             os.ftruncate(fd, size)
             mapping = mmap.mmap(fd, size)
             _populate(mapping, size)
-            _seal(fd)
-        except OSError as error:
+            fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+        except OSError:
             os.close(fd)
-            raise ConfigError(setting, size, f"a host cache that fits ({error.strerror})") from error
+            raise
+        return cls._over(mapping, nbytes, fd, page_bytes)
+
+    @classmethod
+    def attach(cls, fd: int, nbytes: int) -> HostMemory:
+        """Another process's memory by its descriptor (passed over a socket or by inheritance), which is taken over.
+
+        Raises:
+            ValueError: the memory behind the descriptor is smaller, or can still shrink under us.
+        """
+        if fcntl.fcntl(fd, _F_GET_SEALS) & _SEALS != _SEALS:
+            raise ValueError("the host memory is not sealed: its owner could take pages away")
+        size = os.fstat(fd).st_size
+        if size < nbytes:
+            raise ValueError(f"the host memory has {size} bytes, {nbytes} are needed")
+        return cls._over(mmap.mmap(fd, size), nbytes, fd, mmap.PAGESIZE)
+
+    @classmethod
+    def _over(cls, mapping: mmap.mmap, nbytes: int, fd: int, page_bytes: int) -> HostMemory:
         array = np.frombuffer(mapping, dtype=np.uint8)[:nbytes]
-        return cls(array, array.ctypes.data, mapping, fd)
+        return cls(array, array.ctypes.data, mapping, fd, page_bytes)
 
     @classmethod
     def at(cls, address: int, nbytes: int) -> HostMemory:
         """A view of memory that somebody else owns and keeps mapped (the pool of a store client)."""
         array = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
-        return cls(array, address, None, None)
+        return cls(array, address, None, None, mmap.PAGESIZE)
 
     def close(self) -> None:
         """Let go of the memory; views of `array` keep the mapping alive, so that none can dangle."""
@@ -83,12 +125,6 @@ def _populate(mapping: mmap.mmap, size: int) -> None:
             if advice == _MADV_POPULATE_WRITE:  # kernels before 5.14
                 for offset in range(0, size, mmap.PAGESIZE):
                     mapping[offset] = 0
-
-
-def _seal(fd: int) -> None:
-    import fcntl
-
-    fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
 
 
 def available_memory_bytes() -> int:

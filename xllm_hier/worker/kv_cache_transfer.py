@@ -91,7 +91,10 @@ class HierarchyKVCacheTransfer:
         if self._config.enable_kvcache_store:
             self.store = KVCacheStore(self._config, self._rank, self._stats, numerics_id=self._numerics_id)
             address = self.store.connect(host_bytes)
-        self._memory = HostMemory.at(address, host_bytes) if address else HostMemory.create(host_bytes)
+        if address:
+            self._memory = HostMemory.at(address, host_bytes)
+        else:
+            self._memory = HostMemory.create(host_bytes, huge_pages=self._config.host_huge_pages)
         offset = 0
         for cache in caches:
             nbytes = num_host_blocks * cache.layout.object_bytes
