@@ -208,6 +208,8 @@ def test_the_target_of_a_read_that_may_still_write_is_left_alone_for_a_while(mon
     simulation.run()
     manager = simulation.manager
     assert [block for _, block in manager.quarantine] == [batch.host[1]]
+    assert manager.block_counts()["host"]["KV"]["quarantined"] == 1
+    assert manager.block_counts()["host"]["KV"]["pinned"] == 0
     taken = manager.host.allocate(manager.host.num_available)
     assert taken is not None and batch.host[1] not in taken
     now[0] += QUARANTINE_S - 1
@@ -414,7 +416,7 @@ def test_the_host_prefix_is_published_only_if_every_rank_copied_every_block() ->
     simulation.ask(PROMPT, 1)
     assert simulation.manager.write_back.num_failed > 0
     counts = simulation.manager.block_counts()
-    assert counts["host"]["KV"] == {"free": 16, "pinned": 0, "evictable": 0}
+    assert counts["host"]["KV"] == {"free": 16, "pinned": 0, "evictable": 0, "quarantined": 0}
     assert counts["device"]["KV"]["pinned"] == 0 and counts["device"]["KV"]["evictable"] >= 4
 
 

@@ -192,7 +192,7 @@ def test_a_failed_allocation_gives_its_shared_blocks_back_and_they_can_be_evicte
 def test_the_host_tier_is_one_pool_of_kv_blocks_and_all_of_them_are_usable() -> None:
     """H1. Five host blocks: five to use, ids 0 to 4, of one type."""
     manager = Simulation(num_host=5).manager
-    assert manager.block_counts()["host"] == {"KV": {"free": 5, "pinned": 0, "evictable": 0}}
+    assert manager.block_counts()["host"] == {"KV": {"free": 5, "pinned": 0, "evictable": 0, "quarantined": 0}}
     assert manager.host.allocate(5) == [0, 1, 2, 3, 4]
 
 
@@ -373,7 +373,12 @@ def test_what_an_aborted_prefetch_has_read_serves_the_next_request() -> None:
     simulation.scheduler.abort(gone)
     simulation.run()
     assert simulation.outputs[gone][-1].finish_reason == "abort" and not sent(simulation, Forward)
-    assert simulation.manager.block_counts()["host"]["KV"] == {"free": 12, "pinned": 0, "evictable": 4}
+    assert simulation.manager.block_counts()["host"]["KV"] == {
+        "free": 12,
+        "pinned": 0,
+        "evictable": 4,
+        "quarantined": 0,
+    }
     simulation.workers.sent.clear()
     request_id = simulation.add(PROMPT)
     simulation.run()
@@ -401,7 +406,7 @@ def test_targets_of_missed_blocks_return_and_hit_ones_are_cached_even_behind_the
     manager.on_prefetch_answer(PrefetchAnswer(plan.prefetch_id, 0, 0, b"\1\1\1\1"))
     manager.on_prefetch_answer(PrefetchAnswer(plan.prefetch_id, 0, 1, b"\1\0\1\1"))
     assert manager.update_prefetch_result(sequence)
-    assert manager.block_counts()["host"]["KV"] == {"free": 13, "pinned": 1, "evictable": 2}
+    assert manager.block_counts()["host"]["KV"] == {"free": 13, "pinned": 1, "evictable": 2, "quarantined": 0}
     assert list(sequence.mounted) == [0]
     assert [manager.host.find(name) is not None for name in hashes(PROMPT)] == [True, False, True, True]
 

@@ -31,7 +31,7 @@ log = logging.getLogger("xllm.engine")
 
 PREFETCH_SHARE = 0.5  # of the host pool may be read targets at once: a slow store must not starve write-backs
 PREFETCH_DEPTH = 2  # batches in flight per request: one is read while the answer to the other travels
-QUARANTINE_S = 600.0  # a store client that stalled longer than this is restarted by whoever runs it
+QUARANTINE_S = 180.0  # three times the longest store call seen; a client that stalls longer meets the trailer check
 
 
 def _now() -> float:
@@ -569,8 +569,22 @@ class HierarchyBlockManagerPool:
         self.host.check()
 
     def block_counts(self) -> dict[str, dict[str, dict[str, int]]]:
-        """{tier: {type: {free, pinned, evictable}}} for metrics."""
+        """{tier: {type: {free, pinned, evictable, and for the host quarantined}}} for metrics."""
+        device, host, left_alone = self.device, self.host, len(self.quarantine)
         return {
-            tier: {BlockType.KV.value: {"free": p.num_free, "pinned": p.num_pinned, "evictable": p.num_evictable}}
-            for tier, p in (("device", self.device), ("host", self.host))
+            "device": {
+                BlockType.KV.value: {
+                    "free": device.num_free,
+                    "pinned": device.num_pinned,
+                    "evictable": device.num_evictable,
+                }
+            },
+            "host": {
+                BlockType.KV.value: {
+                    "free": host.num_free,
+                    "pinned": host.num_pinned - left_alone,
+                    "evictable": host.num_evictable,
+                    "quarantined": left_alone,
+                }
+            },
         }

@@ -331,7 +331,6 @@ class EngineCore:
             "steps": self._num_steps,
             "compute_s": self._compute_s,
             "load_wait_s": self._wait_s,
-            "quarantined": len(manager.quarantine),
             "failed_loads": manager.num_failed_loads,
             "failed_offloads": manager.write_back.num_failed,
             "uptime_s": time.monotonic() - self._started,
