@@ -14,6 +14,8 @@ from xllm_hier.plans import (
     MISS,
     UNKNOWN,
     Forward,
+    OffloadCopied,
+    OffloadStored,
     PrefetchAnswer,
     PrefetchFromStorage,
     TransferBlocks,
@@ -456,6 +458,20 @@ def test_blocks_that_did_not_reach_the_store_are_put_again_once_it_works() -> No
     assert len(simulation.workers.store) == 2
     simulation.ask(PROMPT, 1)
     assert len(simulation.workers.store) == 6 and simulation.manager.host.num_pinned == 0
+
+
+def test_a_block_that_one_rank_could_not_store_is_put_again_whichever_rank_answers_last() -> None:
+    for counts in ((0, 4), (4, 0)):
+        simulation = Simulation(num_workers=2, chunk_tokens=17, max_tokens=17)
+        simulation.add(PROMPT, 1)
+        simulation.step()
+        (plan,) = sent(simulation, TransferKvBlocks)
+        write_back = simulation.manager.write_back
+        simulation.workers.pending.clear()
+        for rank, count in enumerate(counts):
+            write_back.on_copied(OffloadCopied(plan.transfer_id, rank, 4))
+            write_back.on_stored(OffloadStored(plan.transfer_id, rank, count))
+        assert len(write_back._unstored) == 4 and not write_back.store_works and not write_back.busy
 
 
 # --------------------------------------------------------------------------------- decoded blocks, turns

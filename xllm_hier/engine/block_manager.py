@@ -392,6 +392,7 @@ class HierarchyBlockManagerPool:
         if sequence.usage is not None and not sequence.usage_sent:
             self._count(sequence.usage, -1)
             sequence.usage = None
+            sequence.from_store.clear()
 
     def _reserve_host_targets(self, sequence: Sequence, num_tokens: int) -> None:
         last = min(num_tokens, sequence.prompt_length) // self.block_size

@@ -45,7 +45,7 @@ class _Offload:
 
     pairs: list[_Pair]
     copied: dict[int, int] = field(default_factory=dict)
-    stored: set[int] = field(default_factory=set)
+    stored: dict[int, int] = field(default_factory=dict)
     started: float = field(default_factory=_now)
 
 
@@ -145,10 +145,10 @@ class WriteBack:
         offload = self._offloads.get(answer.transfer_id)
         if offload is None:
             return
-        offload.stored.add(answer.rank)
-        if self._store_enabled and offload.pairs[0].put:
+        offload.stored[answer.rank] = answer.num_stored
+        if self._store_enabled and offload.pairs[0].put and len(offload.stored) == self._link.num_workers:
             hashes = {pair.block_hash for pair in offload.pairs}
-            self.store_works = answer.num_stored == len(hashes)
+            self.store_works = min(offload.stored.values()) == len(hashes)  # one rank's miss is a miss for all
             if self.store_works:
                 self._unstored -= hashes
             elif len(self._unstored) < self._host.num_blocks:
