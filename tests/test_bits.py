@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import tiny_models
 import torch
+from ranks import RankedDriver
 from tiny_models import Driver, generated, prompt_part, random_prompt, random_table
 
 LENGTH = 333
@@ -24,6 +26,10 @@ MODELS = {
     "llama-bf16": ("llama", torch.bfloat16, {}),
     "gemma3-fp32": ("gemma3", torch.float32, {}),
     "gemma3-bf16": ("gemma3", torch.bfloat16, {}),
+    "mixtral-fp32": ("mixtral", torch.float32, {}),
+    "qwen3_moe-bf16": ("qwen3_moe", torch.bfloat16, {}),
+    "deepseek_v2-bf16": ("deepseek_v2", torch.bfloat16, {}),
+    "deepseek_v3-fp32": ("deepseek_v3", torch.float32, {}),
     "wide-bf16": (
         "qwen3",
         torch.bfloat16,
@@ -35,14 +41,56 @@ MODELS = {
             "head_dim": 64,
         },
     ),
+    "qwen3_moe-wide-bf16": (
+        "qwen3_moe",
+        torch.bfloat16,
+        {
+            "hidden_size": 1024,
+            "intermediate_size": 1408,
+            "moe_intermediate_size": 384,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+        },
+    ),
+    "latent-wide-bf16": (
+        "deepseek_v2",
+        torch.bfloat16,
+        {
+            "hidden_size": 1024,
+            "intermediate_size": 2816,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+        },
+    ),
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def driver(request, tmp_path_factory) -> Driver:
-    family, dtype, changes = MODELS[request.param]
+# The same on ranks with real collectives: at tp 4 each of two KV heads serves two ranks, and three sums are rounded.
+RANKED = {
+    "llama-bf16-tp2": ("llama", torch.bfloat16, {}, 2),
+    "gemma3-bf16-tp2": ("gemma3", torch.bfloat16, {}, 2),
+    "qwen3-bf16-tp4": ("qwen3", torch.bfloat16, {"num_attention_heads": 8}, 4),
+    "mixtral-bf16-tp2": ("mixtral", torch.bfloat16, {}, 2),
+    "deepseek_v3-bf16-tp2": ("deepseek_v3", torch.bfloat16, {}, 2),
+}
+
+
+@pytest.fixture(scope="module", params=[*MODELS, *RANKED])
+def driver(request, tmp_path_factory) -> Iterator[Driver | RankedDriver]:
     folder: Path = tmp_path_factory.mktemp(request.param)
-    return Driver(tiny_models.make(folder, family, dtype, **changes), num_blocks=192)
+    if request.param in MODELS:
+        family, dtype, changes = MODELS[request.param]
+        yield Driver(tiny_models.make(folder, family, dtype, **changes), num_blocks=192)
+        return
+    family, dtype, changes, tp_size = RANKED[request.param]
+    ranks = RankedDriver(tiny_models.make(folder, family, dtype, **changes), tp_size, num_blocks=192)
+    yield ranks
+    ranks.close()
 
 
 @dataclass
@@ -144,13 +192,14 @@ def test_full_hit_computes_its_last_token_and_leaves_the_shared_block_alone(driv
     driver.poison()
     table = random_table(4)
     driver.restore(table, whole.blocks)
-    marked = driver.caches[0][table[3], 0, 15].clone()
     driver.step([prompt_part(prompt, table, 63, write_from=64)])
     whole.check(driver.logits[0], driver.blocks(table, 64))
     # The last token's K comes from the block, not from the row just computed.
-    driver.caches[0][table[3], 0, 15] = marked + 1
+    marked = whole.blocks.clone()
+    marked[0, 3, 0, 15] += 1
+    driver.restore(table, marked)
     driver.step([prompt_part(prompt, table, 63, write_from=64)])
-    assert torch.equal(driver.caches[0][table[3], 0, 15], marked + 1)
+    assert torch.equal(driver.blocks(table, 64), marked)
     assert not torch.equal(driver.logits[0], whole.logits)
 
 

@@ -8,21 +8,30 @@ from typing import Any
 
 import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 from transformers.utils import logging as transformers_logging
 
 from xllm_hier.config import EngineConfig
+from xllm_hier.models.parallel import TensorParallel
 from xllm_hier.plans import DecodeSequence, Forward, PrefillSequence, SamplingSpec, ints
 from xllm_hier.worker.model_runner import ModelOutput, ModelRunner
 
@@ -52,12 +61,25 @@ def mistral(**changes: Any) -> PreTrainedModel:
     return MistralForCausalLM(MistralConfig(**SHAPE | {"head_dim": 12, "sliding_window": WINDOW} | changes))
 
 
+def mixtral(**changes: Any) -> PreTrainedModel:
+    more = {"head_dim": 12, "sliding_window": WINDOW, "num_local_experts": 5, "num_experts_per_tok": 2}
+    return MixtralForCausalLM(MixtralConfig(**SHAPE | more | changes))
+
+
 def qwen2(**changes: Any) -> PreTrainedModel:
     return Qwen2ForCausalLM(Qwen2Config(**SHAPE | changes))
 
 
 def qwen3(**changes: Any) -> PreTrainedModel:
     return Qwen3ForCausalLM(Qwen3Config(**SHAPE | {"head_dim": 20} | changes))
+
+
+def qwen3_moe(**changes: Any) -> PreTrainedModel:
+    """One dense layer, one with experts."""
+    more = {"head_dim": 20, "num_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**SHAPE | more | {"mlp_only_layers": [0], "norm_topk_prob": True} | changes)
+    )
 
 
 def gemma3(**changes: Any) -> PreTrainedModel:
@@ -67,12 +89,44 @@ def gemma3(**changes: Any) -> PreTrainedModel:
     return Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE | more | changes))
 
 
+# Values are as wide as keys, so that the hooked transformers model, which makes both, can be compared too. The first
+# layer has a dense MLP, the second one experts.
+LATENT_SHAPE = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 28,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 40,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+}
+
+
+def deepseek_v2(**changes: Any) -> PreTrainedModel:
+    """As V2-Lite: queries are made from the hidden rows."""
+    more = {"q_lora_rank": None, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5}
+    return DeepseekV2ForCausalLM(DeepseekV2Config(**SHAPE | LATENT_SHAPE | more | changes))
+
+
+def deepseek_v3(**changes: Any) -> PreTrainedModel:
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**SHAPE | LATENT_SHAPE | {"q_lora_rank": 44} | changes))
+
+
 FAMILIES: dict[str, Callable[..., PreTrainedModel]] = {
     "llama": llama,
     "mistral": mistral,
+    "mixtral": mixtral,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
     "gemma3": gemma3,
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
 }
 
 
@@ -94,13 +148,20 @@ def make(folder: Path, family: str, dtype: torch.dtype = torch.float32, *, seed:
 class Driver:
     """A runner with a cache of its own, driven by hand; every slot of the cache starts as NaN."""
 
-    def __init__(self, folder: Path, *, block_size: int = 16, num_blocks: int = 96, **settings: Any) -> None:
-        self.runner = ModelRunner(
-            EngineConfig(model=str(folder), block_size=block_size, num_threads=2, **settings), progress=False
-        )
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        block_size: int = 16,
+        num_blocks: int = 96,
+        parallel: TensorParallel | None = None,
+        **settings: Any,
+    ) -> None:
+        config = EngineConfig(model=str(folder), block_size=block_size, **{"num_threads": 2, **settings})
+        self.runner = ModelRunner(config, progress=False, parallel=parallel)
         self.block_size = block_size
         layout = self.runner.layout.blocks[0]
-        shape = (num_blocks, 2, *layout.tensors[0].shape)
+        shape = (num_blocks, len(layout.tensors), *layout.tensors[0].shape)
         self.caches = [torch.full(shape, float("nan"), dtype=self.runner.dtype) for _ in layout.layers]
         self.runner.bind_cache(self.caches)
 

@@ -56,13 +56,19 @@ class TensorSpec:
 class BlockLayout:
     """Shape of one block of one type in one cache domain on one rank.
 
-    `layers` are the model's layer numbers of this type in order; every one of them has all of `tensors`.
+    `layers` are the model's layer numbers of this type in order; every one of them has all of `tensors`. `replicated`:
+    every rank's blocks hold the same bytes (MLA), so that one host copy per node and one store object serve them all.
     """
 
     block_type: BlockType
     block_size: int
     layers: tuple[int, ...]
     tensors: tuple[TensorSpec, ...]
+    replicated: bool = False
+
+    def kept_by(self, rank: int) -> bool:
+        """`rank` writes these blocks to the host and moves them to and from the store; otherwise it only loads them."""
+        return rank == 0 or not self.replicated
 
     @property
     def layer_bytes(self) -> int:

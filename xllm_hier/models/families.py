@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ConfigError
 from .linear import Fused
 from .rope import SUPPORTED_ROPE, check_rope, rope_parameters
+from .routing import MoeSpec, moe_spec, refused
 
-OWN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
+OWN_FAMILIES = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "gemma3_text",
+    "deepseek_v2",
+    "deepseek_v3",
+)
 _ACTIVATIONS = {
     "silu": Fused.SILU,
     "swish": Fused.SILU,
@@ -19,12 +31,34 @@ _ACTIVATIONS = {
 
 
 @dataclass(frozen=True)
+class LatentSpec:
+    """Sizes of Multi-head Latent Attention, of one head where they are a head's; `q_lora_rank` None: queries have none.
+
+    `rope_pairs`: the checkpoint has the two coordinates that turn together side by side, not half a head apart.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    rope_pairs: bool
+
+    @property
+    def width(self) -> int:
+        """Elements that a token has in a layer's cache: the latent and the rotated key."""
+        return self.kv_lora_rank + self.rope_dim
+
+
+@dataclass(frozen=True)
 class DecoderSpec:
     """Everything the decoder needs to know of a model.
 
     `windows[i]`: sliding window of layer i in tokens, None = full attention. `rope_types[i]`: its rope table.
     `norm_offset`: norms store weight - offset.
     `post_norms`: attention and MLP outputs are normed before they are added.
+    `experts[i]`: the experts of layer i, None = its MLP is a dense one of `ffn` inner columns.
+    `latent`: the cache holds latents of head_dim columns, keys and values at once, as one KV head for all heads.
     """
 
     family: str
@@ -44,10 +78,45 @@ class DecoderSpec:
     output_bias: bool
     mlp_bias: bool
     tied: bool
+    experts: tuple[MoeSpec | None, ...]
     qk_norm: bool = False
     norm_offset: float = 0.0
     post_norms: bool = False
     embed_scale: float = 1.0
+    latent: LatentSpec | None = None
+
+    @property
+    def rope_dim(self) -> int:
+        """Columns of a head that turn with its position."""
+        return self.latent.rope_dim if self.latent else self.head_dim
+
+    @property
+    def value_heads(self) -> int:
+        """Heads of values beside the keys; none where the keys are the values too."""
+        return 0 if self.latent else self.kv_heads
+
+    def share(self, tp_size: int) -> DecoderSpec:
+        """What one of `tp_size` ranks has of each layer; KV heads are replicated when there are fewer of them."""
+        return replace(
+            self,
+            heads=self.heads // tp_size,
+            kv_heads=max(1, self.kv_heads // tp_size),
+            ffn=self.ffn // tp_size,
+        )
+
+    def check_tp_size(self, tp_size: int) -> None:
+        """Raise ConfigError, with all sizes that can be, when the model does not divide by `tp_size`."""
+        allowed = [size for size in range(1, self.heads + 1) if self._divides_by(size)]
+        if tp_size not in allowed:
+            sizes = ", ".join(str(size) for size in allowed)
+            raise ConfigError(
+                "tp_size", tp_size, f"one of {sizes} for this model ({self.heads} heads, {self.kv_heads} KV heads)"
+            )
+
+    def _divides_by(self, size: int) -> bool:
+        whole_kv_heads = self.kv_heads % size == 0 or size % self.kv_heads == 0
+        inner = {self.ffn} | {width for moe in self.experts if moe for width in (moe.ffn, moe.shared_ffn)}
+        return whole_kv_heads and self.heads % size == 0 and all(width % size == 0 for width in inner)
 
 
 def decoder_spec(config: Any) -> DecoderSpec:
@@ -58,12 +127,12 @@ def decoder_spec(config: Any) -> DecoderSpec:
     """
     family = config.model_type
     if family not in OWN_FAMILIES:
-        raise _refused(f"family {family!r} has no own decoder, which knows {', '.join(OWN_FAMILIES)}")
+        raise refused(f"family {family!r} has no own decoder, which knows {', '.join(OWN_FAMILIES)}")
     _check_features(config)
     gemma = family == "gemma3_text"
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     bias = bool(getattr(config, "attention_bias", False))
-    return DecoderSpec(
+    spec = DecoderSpec(
         family=family,
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
@@ -81,11 +150,39 @@ def decoder_spec(config: Any) -> DecoderSpec:
         output_bias=bias and family != "qwen2",
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
         tied=bool(config.tie_word_embeddings),
-        qk_norm=family in ("qwen3", "gemma3_text"),
+        experts=tuple(moe_spec(config, layer) for layer in range(config.num_hidden_layers)),
+        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
         norm_offset=1.0 if gemma else 0.0,
         post_norms=gemma,
         embed_scale=config.hidden_size**0.5 if gemma else 1.0,
     )
+    return _with_latents(spec, config) if family.startswith("deepseek") else spec
+
+
+def _with_latents(spec: DecoderSpec, config: Any) -> DecoderSpec:
+    if config.attention_bias:
+        raise refused("latent attention with biases")
+    latent = LatentSpec(
+        q_lora_rank=config.q_lora_rank,
+        kv_lora_rank=config.kv_lora_rank,
+        nope_dim=config.qk_nope_head_dim,
+        rope_dim=config.qk_rope_head_dim,
+        value_dim=config.v_head_dim,
+        rope_pairs=bool(getattr(config, "rope_interleave", True)),
+    )
+    scale = _latent_scale(config.rope_parameters, latent.nope_dim + latent.rope_dim)
+    return replace(spec, latent=latent, kv_heads=1, head_dim=latent.width, scale=scale)
+
+
+def _latent_scale(rope: dict[str, Any], head_dim: int) -> float:
+    """What scores are multiplied by.
+
+    With a stretched context queries and keys grow: all their columns by a factor made of `mscale_all_dim`, which is
+    here, the turned ones by what `mscale` asks for beyond it, which is in the rope tables.
+    """
+    all_dim = rope.get("mscale_all_dim") if rope.get("rope_type", "default") != "default" else 0.0
+    growth = 0.1 * all_dim * math.log(rope["factor"]) if all_dim and rope["factor"] > 1 else 0.0
+    return float(head_dim**-0.5 * (1.0 + growth) ** 2)
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:
@@ -95,7 +192,8 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
         ConfigError: a layer is neither full nor sliding attention.
     """
     window = getattr(config, "sliding_window", None)
-    default = "sliding_attention" if window and config.model_type in ("mistral", "mixtral") else "full_attention"
+    sliding = window and config.model_type in ("mistral", "mixtral", "qwen3_moe")
+    default = "sliding_attention" if sliding else "full_attention"
     types = getattr(config, "layer_types", None) or [default] * config.num_hidden_layers
     for kind in types:
         if kind not in ("full_attention", "sliding_attention"):
@@ -108,14 +206,14 @@ def _check_features(config: Any) -> None:
     for layer_type in set(_rope_types(config)):
         parameters = rope_parameters(config, layer_type)
         if parameters.get("rope_type", "default") not in SUPPORTED_ROPE:
-            raise _refused(f"rope type {parameters['rope_type']!r}, where it knows {', '.join(SUPPORTED_ROPE)}")
+            raise refused(f"rope type {parameters['rope_type']!r}, where it knows {', '.join(SUPPORTED_ROPE)}")
         if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-            raise _refused("a partial rotary factor")
+            raise refused("a partial rotary factor")
     if _activation(config) not in _ACTIVATIONS:
-        raise _refused(f"activation {_activation(config)!r}, where it knows {', '.join(_ACTIVATIONS)}")
+        raise refused(f"activation {_activation(config)!r}, where it knows {', '.join(_ACTIVATIONS)}")
     for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
         if getattr(config, name, None):
-            raise _refused(name)
+            raise refused(name)
 
 
 def _activation(config: Any) -> str:
@@ -128,7 +226,3 @@ def _rope_types(config: Any) -> tuple[str | None, ...]:
     if not types or types[0] not in config.rope_parameters:
         return (None,) * int(config.num_hidden_layers)
     return tuple(types)
-
-
-def _refused(reason: str) -> ConfigError:
-    return ConfigError("model_impl", "own", f"hf for this model (the own decoder was asked for {reason})")

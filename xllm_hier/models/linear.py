@@ -80,9 +80,10 @@ class Linear:
         self._product = _packed_product(weight, bias, fused) if packed else _plain_product(weight, bias, fused)
 
     @property
-    def shape_key(self) -> tuple[int, int, str, bool]:
+    def shape_key(self) -> tuple[int, int, str, torch.dtype]:
         """Linears with equal keys run the same kernel."""
-        return self.in_features, self.out_features, self.fused.value, self.bias is not None
+        what = f"{self.fused.value} and bias" if self.bias is not None else self.fused.value
+        return self.in_features, self.out_features, what, self.dtype
 
     def one_tile(self, x: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
         """All rows of `x` in one product, whatever their number."""
@@ -181,7 +182,7 @@ def cheapest_class(classes: Sequence[tuple[int, ...]], cost: dict[int, float]) -
 
 def choose_tiles(linears: Sequence[Linear], prefill: dict[int, float], decode: dict[int, float]) -> None:
     """Set each linear's tile sizes; one check per distinct shape. A single allowed size needs no check."""
-    found: dict[tuple[int, int, str, bool], tuple[TileSizes, TileSizes]] = {}
+    found: dict[tuple[int, int, str, torch.dtype], tuple[TileSizes, TileSizes]] = {}
     for linear in linears:
         if linear.shape_key not in found:
             found[linear.shape_key] = (_choose(linear, prefill), _choose(linear, decode))

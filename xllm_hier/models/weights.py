@@ -51,8 +51,18 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._open
 
-    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def tensor(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        rows: slice | None = None,
+        columns: slice | None = None,
+    ) -> torch.Tensor:
         """The tensor in `dtype`, still backed by the mapped file where the file has that dtype.
+
+        `shape` is that of the whole tensor; `rows` and `columns` choose a part of its first two dimensions.
 
         Raises:
             ConfigError: it is missing, or has another shape than the configuration says.
@@ -66,10 +76,14 @@ class Checkpoint:
                 str(self.folder),
                 f"a checkpoint whose tensor {name!r} has shape {list(shape)} (it has {list(tensor.shape)})",
             )
+        tensor = tensor[rows] if rows is not None else tensor
+        tensor = tensor[:, columns] if columns is not None else tensor
         self._bar.update(tensor.nbytes)
         return tensor.to(dtype)
 
-    def mapped(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def mapped(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, *, rows: slice | None = None
+    ) -> torch.Tensor:
         """As `tensor`, over a mapping of its own: no page of it is in memory before it is touched.
 
         Raises:
@@ -77,7 +91,7 @@ class Checkpoint:
         """
         if name in self._paths:
             self._open[name] = safe_open(self._paths[name], framework="pt", device="cpu")
-        return self.tensor(name, shape, dtype)
+        return self.tensor(name, shape, dtype, rows=rows)
 
 
 def _files(folder: Path) -> list[Path]:

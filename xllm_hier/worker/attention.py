@@ -50,12 +50,10 @@ class Span:
 
 @dataclass(frozen=True)
 class _Gather:
-    """Blocks to copy: rows `keys` and `values` of the cache seen as [2 * blocks, block] into the workspaces."""
+    """Blocks to copy: for each tensor, rows `sources` of the cache seen as [blocks * tensors, block] to `targets`."""
 
-    keys: torch.Tensor
-    values: torch.Tensor
-    key_target: torch.Tensor
-    value_target: torch.Tensor
+    sources: list[torch.Tensor]
+    targets: list[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -98,6 +96,7 @@ class PagedAttention:
     """
 
     kernel = "gather"
+    tensors = 2  # of a block's layer in the cache: the first holds keys, the last values
 
     def __init__(
         self,
@@ -116,8 +115,7 @@ class PagedAttention:
         self.windows, self.tiles = tuple(windows), tiles
         self.batch_invariant = True
         self._caches: list[torch.Tensor] = []
-        self._keys = self._new(0, kv_heads)
-        self._values = self._new(0, kv_heads)
+        self._workspaces = self._new_workspaces(0)
         self._queries = torch.zeros(tiles[-1], heads, head_dim, dtype=dtype, device=device)
         self._output = self._new(0, heads)
         self._bands: dict[int | None, _Band] = {window: _Band() for window in self.windows}
@@ -125,7 +123,7 @@ class PagedAttention:
         self._decode: dict[int | None, list[_Work]] = {}
 
     def bind(self, layer_caches: Sequence[torch.Tensor]) -> None:
-        """Use these caches, one per layer: contiguous [num_blocks, 2, block_size, kv_heads, head_dim]."""
+        """Use these caches, one per layer: contiguous [num_blocks, tensors, block_size, kv_heads, head_dim]."""
         self._caches = list(layer_caches)
 
     # ------------------------------------------------------------------------------------------- one step
@@ -136,7 +134,7 @@ class PagedAttention:
         spans_rows, spans_slots = zip(*(self._written(span) for span in spans), strict=True)
         self._write_rows = self._index(np.concatenate(spans_rows))
         self._key_slots = torch.from_numpy(np.concatenate(spans_slots)).to(self.device)
-        self._value_slots = self._key_slots + self.block_size
+        self._write_slots = [self._key_slots + tensor * self.block_size for tensor in range(self.tensors)]
         self._rows = num_rows
         if len(self._output) < num_rows:
             self._output = self._new(num_rows, self.heads)
@@ -164,12 +162,12 @@ class PagedAttention:
 
     def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         lines = self._caches[layer].view(-1, self.kv_heads * self.head_dim)
-        lines.index_copy_(0, self._key_slots, k.flatten(1))
-        lines.index_copy_(0, self._value_slots, v.flatten(1))
+        for slots, rows in zip(self._write_slots, (k, v), strict=False):
+            lines.index_copy_(0, slots, rows.flatten(1))
 
     def _attend(self, layer: int, q: torch.Tensor, scale: float, wanted_only: bool) -> None:
         cache = self._caches[layer]
-        blocks = cache.view(cache.shape[0] * 2, -1)
+        blocks = cache.view(cache.shape[0] * self.tensors, -1)
         window = self.windows[layer]
         for work in self._prefill[window]:
             wanted = [item for item in work.queries if not wanted_only or item.last >= work.wanted_from]
@@ -184,9 +182,8 @@ class PagedAttention:
                 self._attend_row(q, item, scale)
 
     def _collect(self, blocks: torch.Tensor, work: _Work) -> None:
-        gather = work.gather
-        torch.index_select(blocks, 0, gather.keys, out=gather.key_target)
-        torch.index_select(blocks, 0, gather.values, out=gather.value_target)
+        for source, target in zip(work.gather.sources, work.gather.targets, strict=True):
+            torch.index_select(blocks, 0, source, out=target)
         for rows in work.padding:
             rows.zero_()
 
@@ -223,9 +220,7 @@ class PagedAttention:
         first = _first_key(tiles[0][0], window)
         gather, base = self._gather(span, first, span.stop)
         end = tiles[-1][0] + tiles[-1][1]
-        padding = (
-            [rows[span.stop - base : end - base] for rows in (self._keys, self._values)] if end > span.stop else []
-        )
+        padding = [rows[span.stop - base : end - base] for rows in self._workspaces] if end > span.stop else []
         queries = []
         for start, size in tiles:
             rows = slice(*(span.row + min(max(at, span.start), span.stop) - span.start for at in (start, start + size)))
@@ -251,13 +246,13 @@ class PagedAttention:
         begin, end = first // size, -(-stop // size)
         base = begin * size // _ALIGN_TOKENS * _ALIGN_TOKENS
         rows = slice(begin * size - base, end * size - base)
-        keys = torch.from_numpy(span.table[begin:end].astype(np.int64) * 2).to(self.device)
-        targets = [workspace[rows].view(end - begin, -1) for workspace in (self._keys, self._values)]
-        return _Gather(keys, keys + 1, targets[0], targets[1]), base
+        keys = torch.from_numpy(span.table[begin:end].astype(np.int64) * self.tensors).to(self.device)
+        targets = [workspace[rows].view(end - begin, -1) for workspace in self._workspaces]
+        return _Gather([keys + tensor for tensor in range(self.tensors)], targets), base
 
     def _context(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = (rows[start:stop].transpose(0, 1)[None] for rows in (self._keys, self._values))
-        return keys, values
+        context = [rows[start:stop].transpose(0, 1)[None] for rows in self._workspaces]
+        return context[0], context[-1]
 
     def _mask(self, window: int | None, first: int, size: int) -> torch.Tensor:
         """Mask [size, keys] of a tile whose keys begin `first` <= 0 tokens from its first row."""
@@ -267,13 +262,12 @@ class PagedAttention:
     def _reserve(self, spans: Sequence[Span]) -> None:
         """Grow the kept buffers to what this step needs: large tensors made anew in every layer would cost dearly."""
         longest = max((span.stop for span in spans), default=0) + self.tiles[-1] + self.block_size + _ALIGN_TOKENS
-        if len(self._keys) < longest:
-            capacity = 1 << (longest - 1).bit_length()
-            self._keys, self._values = self._new(capacity, self.kv_heads), self._new(capacity, self.kv_heads)
+        if len(self._workspaces[0]) < longest:
+            self._workspaces = self._new_workspaces(1 << (longest - 1).bit_length())
         for window, band in self._bands.items():
             before = longest if window is None else min(longest, window + self.tiles[-1])
             if band.before < before:
-                band.before = min(len(self._keys), before if window else len(self._keys))
+                band.before = min(len(self._workspaces[0]), before if window else len(self._workspaces[0]))
                 band.mask = self._band_mask(band.before, window)
 
     def _band_mask(self, before: int, window: int | None) -> torch.Tensor:
@@ -284,6 +278,9 @@ class PagedAttention:
             hidden |= distance >= window
         mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, float("-inf"))
         return mask.to(self.device)
+
+    def _new_workspaces(self, rows: int) -> list[torch.Tensor]:
+        return [self._new(rows, self.kv_heads) for _ in range(self.tensors)]
 
     def _new(self, rows: int, heads: int) -> torch.Tensor:
         return torch.zeros(rows, heads, self.head_dim, dtype=self.dtype, device=self.device)
@@ -298,7 +295,7 @@ class PagedAttention:
         """Rows of the step to write, and the cache line of each one's key."""
         positions = np.arange(max(span.start, span.write_from), span.stop, dtype=np.int64)
         blocks = span.table[positions // self.block_size].astype(np.int64)
-        return positions - span.start + span.row, blocks * 2 * self.block_size + positions % self.block_size
+        return positions - span.start + span.row, blocks * self.tensors * self.block_size + positions % self.block_size
 
 
 def query_tiles(start: int, stop: int, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -322,7 +319,13 @@ def _first_key(position: int, window: int | None) -> int:
 
 
 def find_query_tiles(
-    *, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    kind: type[PagedAttention] = PagedAttention,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[int, ...]:
     """Query tile sizes of equal bits for these heads: small and large where a trial says so, else the small one.
 
@@ -334,14 +337,14 @@ def find_query_tiles(
     def random(rows: int, count: int) -> torch.Tensor:
         return torch.randn(rows, count, head_dim, generator=generator).to(device, dtype)
 
-    shape = (end // size, 2, size, kv_heads, head_dim)
+    shape = (end // size, kind.tensors, size, kv_heads, head_dim)
     cache = torch.randn(shape, generator=generator).to(device, dtype)
     table = np.arange(end // size, dtype=np.int32)
     spans = [Span(0, 768, 0, table, 768, 0), Span(end - 256, end, 768, table, end, 0)]
     q, kv = random(1024, heads), random(1, kv_heads)
     results = []
     for tile in (SMALL_TILE, LARGE_TILE):
-        attention = PagedAttention(
+        attention = kind(
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,

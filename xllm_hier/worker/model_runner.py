@@ -20,10 +20,13 @@ from ..errors import ConfigError
 from ..models.decoder import Decoder, StepRows, load_decoder
 from ..models.families import DecoderSpec, decoder_spec
 from ..models.linear import DECODE_TILE_COST, PREFILL_TILE_COST, Linear, can_pack, choose_tiles
+from ..models.parallel import TensorParallel
+from ..models.parts import Loader
 from ..models.rope import RopeTable
 from ..models.weights import Checkpoint
 from ..plans import DecodeSequence, Forward, PrefillSequence, TokenLogprob
 from .attention import PagedAttention, Span
+from .latent_attention import LatentAttention
 from .platform import Platform
 from .sampler import sample, token_logprobs
 
@@ -49,14 +52,23 @@ class ModelOutput:
 
 
 class ModelRunner:
-    """The loaded model; one instance per process, as it sets torch's thread count, on which bits depend.
+    """The loaded model, or one rank's share of it; one instance per process, as it sets torch's thread count, on which
+    bits depend. Ranks other than 0 compute all they are asked for and return no tokens.
 
     Raises:
         ConfigError: the folder holds no model that can run as asked.
     """
 
-    def __init__(self, config: EngineConfig, *, progress: bool = True, platform: Platform | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        progress: bool = True,
+        platform: Platform | None = None,
+        parallel: TensorParallel | None = None,
+    ) -> None:
         self.platform = platform or Platform.choose(config)
+        self.parallel = parallel or TensorParallel()
         self.device = self.platform.device
         torch.set_num_threads(self.platform.torch_threads(config))
         self.hf_config = _model_config(config)
@@ -73,7 +85,7 @@ class ModelRunner:
         self.details = self._details(config)
 
     def bind_cache(self, layer_caches: list[torch.Tensor]) -> None:
-        """Use these caches, one per layer: contiguous [num_blocks, 2, block_size, kv_heads, head_dim], K then V."""
+        """Use these caches, one per layer: contiguous [num_blocks, tensors, *shape], as `layout` has them."""
         self._attention.bind(layer_caches)
 
     @torch.inference_mode()
@@ -106,6 +118,8 @@ class ModelRunner:
             return ModelOutput([], [], prompt_logprobs)
         logits = self._model.logits(hidden[[index for _, _, index in asked]])
         self.last_logits = logits
+        if self.parallel.rank != 0:
+            return ModelOutput([], [], [])
         specs = [sampling for sampling, _, _ in asked]
         token_ids = sample(logits, specs, [draw for _, draw, _ in asked])
         logprobs = token_logprobs(logits, token_ids, [spec.num_logprobs for spec in specs])
@@ -121,7 +135,8 @@ class ModelRunner:
         for sequence in plan.prefill:
             spans.append(_span(sequence, row, sequence.write_from, sequence.prompt_logprobs is not None))
             row += len(sequence.token_ids)
-        num_prefill = row = -(-row // self._model.prefill_unit) * self._model.prefill_unit
+        num_prefill = -(-row // self._model.prefill_unit) * self._model.prefill_unit
+        prefill_padding, row = num_prefill - row, num_prefill
         for decode in plan.decode:
             spans.append(_span(decode, row, 0, False))
             row += len(decode.token_ids)
@@ -135,7 +150,7 @@ class ModelRunner:
         indices = torch.tensor([index for rows in wanted for index in rows], dtype=torch.int64)
         tensors = (torch.from_numpy(token_ids), torch.from_numpy(positions))
         ids, places = (tensor.to(self.device) for tensor in tensors)
-        return StepRows(ids, places, num_prefill, indices.to(self.device)), spans
+        return StepRows(ids, places, num_prefill, indices.to(self.device), (prefill_padding, total - row)), spans
 
     def _prompt_logprobs(self, sequence: PrefillSequence, hidden: torch.Tensor) -> list[TokenLogprob]:
         """Of the tokens after each position of the chunk; the last one's successor may lie in the next chunk."""
@@ -146,6 +161,8 @@ class ModelRunner:
         for start in range(0, len(following), _HEAD_ROWS):
             targets = following[start : start + _HEAD_ROWS]
             logits = self._model.logits(hidden[start : start + len(targets)])
+            if self.parallel.rank != 0:
+                continue
             found = token_logprobs(logits, targets, [sequence.prompt_logprobs] * len(targets))
             result.extend(entry for entry in found if entry is not None)
         return result
@@ -154,18 +171,22 @@ class ModelRunner:
 
     def _load(self, config: EngineConfig, progress: bool) -> Decoder | HfModel:
         spec = self._own_spec(config)
+        if spec is not None:
+            spec.check_tp_size(self.parallel.size)
+        elif self.parallel.size > 1:
+            raise ConfigError("tp_size", self.parallel.size, "1 with transformers' modelling code (--model_impl=hf)")
         if spec is None:
             from ..models.hf_model import HfModel  # transformers' models take a second to import
 
             return HfModel(config.model, self.hf_config, self.dtype, self.device, progress=progress)
         ropes = {
             kind: RopeTable(
-                self.hf_config, kind, spec.head_dim, max_len=self.max_model_len, dtype=self.dtype, device=self.device
+                self.hf_config, kind, spec.rope_dim, max_len=self.max_model_len, dtype=self.dtype, device=self.device
             )
             for kind in dict.fromkeys(spec.rope_types)
         }
         with Checkpoint(config.model, progress=progress) as checkpoint:
-            model = load_decoder(spec, checkpoint, ropes, self.dtype, self.device)
+            model = load_decoder(Loader(spec, checkpoint, self.dtype, self.device, self.parallel), ropes)
         if config.batch_invariant:
             _choose_tiles(model, config.prefill_tile_rows)
         return model
@@ -185,6 +206,14 @@ class ModelRunner:
     def _make_attention(self) -> PagedAttention:
         model = self._model
         shape = model.spec if isinstance(model, Decoder) else model
+        if isinstance(shape, DecoderSpec) and shape.latent:
+            return self.platform.latent_attention(
+                heads=shape.heads,
+                width=shape.latent.width,
+                dtype=self.dtype,
+                block_size=self.block_size,
+                windows=shape.windows,
+            )
         return self.platform.attention(
             heads=shape.heads,
             kv_heads=shape.kv_heads,
@@ -198,9 +227,13 @@ class ModelRunner:
         attention = self._attention
         shape = (self.block_size, attention.kv_heads, attention.head_dim)
         dtype = str(self.dtype).removeprefix("torch.")
-        tensors = (TensorSpec("key", dtype, shape), TensorSpec("value", dtype, shape))
+        tensors: tuple[TensorSpec, ...] = (TensorSpec("key", dtype, shape), TensorSpec("value", dtype, shape))
+        latent = isinstance(attention, LatentAttention)
+        if latent:
+            tensors = (TensorSpec("latent", dtype, (self.block_size, attention.head_dim)),)
         layers = tuple(range(len(attention.windows)))
-        return CacheLayout(CacheRole.TARGET, (BlockLayout(BlockType.KV, self.block_size, layers, tensors),))
+        block = BlockLayout(BlockType.KV, self.block_size, layers, tensors, replicated=latent)
+        return CacheLayout(CacheRole.TARGET, (block,))
 
     def _details(self, config: EngineConfig) -> dict[str, Any]:
         model = self._model
@@ -211,6 +244,7 @@ class ModelRunner:
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": self.device.type,
             "threads": torch.get_num_threads(),
+            "tp_size": self.parallel.size,
             "cpu_capability": torch.backends.cpu.get_cpu_capability() if self.device.type == "cpu" else "",
             "packed_weights": own and can_pack(self.dtype, self.device),
             "batch_invariant": own and config.batch_invariant and self._attention.batch_invariant,
@@ -220,7 +254,8 @@ class ModelRunner:
             "decode_rows": {},
         }
         if isinstance(model, Decoder):
-            prefill, decode = model.linears(), [*model.linears(), model.head]
+            prefill = [*model.linears(), *model.grouped_linears()]
+            decode = [*prefill, model.head]
             details["prefill_tiles"] = {_label(i): list(i.prefill.sizes) for i in prefill if i.prefill}
             details["decode_rows"] = {_label(i): list(i.decode.sizes) for i in decode if i.decode}
             details["parameter_bytes"] = sum(i.nbytes for i in decode) + (
@@ -233,7 +268,8 @@ class ModelRunner:
 
 
 def _label(linear: Linear) -> str:
-    return f"{linear.in_features}x{linear.out_features}:{linear.fused.value}"
+    inputs, outputs, what, dtype = linear.shape_key
+    return f"{inputs}x{outputs}:{what}:{str(dtype).removeprefix('torch.')}"
 
 
 def _numerics_id(details: dict[str, Any]) -> str:
@@ -248,12 +284,16 @@ def _choose_tiles(model: Decoder, fixed_rows: int) -> None:
     on_cpu = model.embedding.device.type == "cpu"
     prefill = {fixed_rows: 1.0} if fixed_rows else PREFILL_TILE_COST if on_cpu else {256: 1.0}
     decode = DECODE_TILE_COST if on_cpu else {32: 1.0}
-    choose_tiles(model.linears(), prefill, decode)
+    choose_tiles([*model.linears(), *model.grouped_linears()], prefill, decode)
     choose_tiles([model.head], {max(prefill): 1.0}, decode)
-    linears = model.linears()
-    model.prefill_unit = max(linear.prefill.unit for linear in linears if linear.prefill)
-    model.decode_unit = max(linear.decode.unit for linear in [*linears, model.head] if linear.decode)
-    model.chunk_rows = max(prefill)
+    linears, device = model.linears(), model.embedding.device
+    prefill_unit = max(linear.prefill.unit for linear in linears if linear.prefill)
+    decode_unit = max(linear.decode.unit for linear in [*linears, model.head] if linear.decode)
+    # Rank 0 adds residuals inside its products, a kernel of its own: the ranks' units may differ, their rows must not.
+    model.prefill_unit = model.parallel.agree(prefill_unit, largest=True, device=device)
+    model.decode_unit = model.parallel.agree(decode_unit, largest=True, device=device)
+    # Few rows keep a layer's activations in the CPU's cache; with experts more of them share a read of the weights.
+    model.chunk_rows = max(prefill) * (4 if model.grouped_linears() else 1)
 
 
 def _span(sequence: PrefillSequence | DecodeSequence, row: int, write_from: int, all_wanted: bool) -> Span:

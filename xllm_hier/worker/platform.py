@@ -21,6 +21,7 @@ from ..errors import ConfigError
 from ..host_memory import available_memory_bytes
 from .attention import PagedAttention, find_query_tiles
 from .device_attention import CudaAttention, NpuAttention, choose_attention
+from .latent_attention import LatentAttention
 from .layer_copy import Copier, NativeCopier, TorchCopier
 
 log = logging.getLogger("xllm.worker")
@@ -79,11 +80,11 @@ class Platform:
     def torch_threads(self, config: EngineConfig) -> int:
         """Threads of torch's CPU operators, fixed for life, as bits may depend on them.
 
-        On cpu the default is every core: the `copy_threads` of the native copier then share cores with the forward for
-        as long as a restore runs, and hide less of it. `num_threads = cores - copy_threads` hides nearly all of it, at
-        the price of those cores in every other forward (`bench overlap` measures both).
+        On cpu the default is every core, shared out to the ranks: the `copy_threads` of the native copier then share
+        cores with the forward for as long as a restore runs, and hide less of it. `num_threads = cores - copy_threads`
+        hides nearly all of it, at the price of those cores in every other forward (`bench overlap` measures both).
         """
-        return config.num_threads or len(os.sched_getaffinity(0))
+        return config.num_threads or max(1, len(os.sched_getaffinity(0)) // config.tp_size)
 
     # --------------------------------------------------------------------------------------------- the device
 
@@ -146,6 +147,17 @@ class Platform:
         if self.name == "cpu":
             return PagedAttention(**sizes, **more, tiles=find_query_tiles(**sizes))
         return choose_attention(CudaAttention if self.name == "cuda" else NpuAttention, **sizes, **more)
+
+    def latent_attention(
+        self, *, heads: int, width: int, dtype: torch.dtype, block_size: int, windows: Sequence[int | None]
+    ) -> LatentAttention:
+        """The attention over latents of `width` columns: gathering on every device, with equal bits found on cpu."""
+        sizes: dict[str, Any] = {"heads": heads, "kv_heads": 1, "head_dim": width}
+        sizes |= {"dtype": dtype, "device": self.device}
+        tiles = find_query_tiles(LatentAttention, **sizes)
+        attention = LatentAttention(**sizes, block_size=block_size, windows=windows, tiles=tiles)
+        attention.batch_invariant = self.name == "cpu"
+        return attention
 
     # ------------------------------------------------------------------------------------------------ memory
 

@@ -1,0 +1,170 @@
+"""Mixture of experts, the work: rows are sorted to their experts, computed in fixed-row tiles, and added up again.
+
+    rows        | a | b | c |                      a goes to experts 0 and 2, b to 2 and 0, c to 2 and 1
+    sorted      | a  b  .  . | c  .  .  . | a  b  c  . |      each expert's rows, padded to its tiles' unit
+    results     | 0a 0b .  . | 1c .  .  . | 2a 2b 2c . | shared a b c | residual a b c |
+    a's row     = weight x 0a + weight x 2a + 1 x shared a + 1 x residual a
+
+A row's summands are taken best expert first, in fp32, and rounded once. So neither the other rows nor the places of
+its own change its bits. Experts are split over the ranks along their inner dimension; the router is on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from .linear import Fused, Linear
+from .parallel import TensorParallel
+from .parts import Loader, tiles_of
+from .routing import MoeSpec, choose_experts
+
+
+@dataclass
+class Expert:
+    """down(activation(gate(x)) * up(x)) with this rank's part of the inner dimension: a summand of the whole."""
+
+    gate: Linear
+    up: Linear
+    down: Linear
+
+    def linears(self) -> list[Linear]:
+        return [self.gate, self.up, self.down]
+
+    def __call__(self, x: torch.Tensor, prefill: bool) -> torch.Tensor:
+        gate = self.gate(x, tiles_of(self.gate, prefill))
+        product = self.up(x, tiles_of(self.up, prefill), gate)
+        return self.down(product, tiles_of(self.down, prefill))
+
+
+@dataclass
+class MoeMlp:
+    """The MLP of a layer with experts; `correction` is the router's bias for the choice, fp32 [experts]."""
+
+    spec: MoeSpec
+    parallel: TensorParallel
+    router: Linear
+    correction: torch.Tensor | None
+    experts: Sequence[Expert]
+    shared: Expert | None
+
+    def linears(self) -> list[Linear]:
+        return [self.router, *(self.shared.linears() if self.shared else [])]
+
+    def grouped(self) -> list[Linear]:
+        return [linear for expert in self.experts for linear in expert.linears()]
+
+    def __call__(
+        self, x: torch.Tensor, prefill: bool, residual: torch.Tensor | None, count: int | None = None
+    ) -> torch.Tensor:
+        """As Mlp says. Rows from `count` on are padding (None: there is none): they go to no expert and come back as 0.
+
+        At decode that matters: one row and seven of padding would touch the experts of eight rows.
+        """
+        count = len(x) if count is None else count
+        logits = self.router(x.to(self.router.dtype), tiles_of(self.router, prefill))[:count]
+        chosen, weights = choose_experts(logits.float(), self.spec, self.correction)
+        results, places = self._routed(x, chosen, prefill)
+        for rows in self._plain(x, prefill, residual):
+            start = sum(map(len, results))
+            places.append(torch.arange(start, start + count, device=x.device)[:, None])
+            results.append(rows[:count])
+        weights = F.pad(weights, (0, len(places) - 1), value=1.0).to(x.dtype)
+        # This kernel walks a row's summands in order, whatever the number of rows, and keeps their sum in fp32.
+        added = F.embedding_bag(torch.cat(places, dim=1), torch.cat(results), mode="sum", per_sample_weights=weights)
+        return F.pad(self.parallel.sum(added), (0, 0, 0, len(x) - count))
+
+    def _routed(
+        self, x: torch.Tensor, chosen: torch.Tensor, prefill: bool
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Results of all experts that have rows, ascending, and the place of each choice in them [rows, top_k]."""
+        rows, place, sizes = sort_to_experts(chosen, len(self.experts), self._unit(prefill))
+        x = x[rows]
+        results, start = [], 0
+        for expert, size in zip(self.experts, sizes, strict=True):
+            if size:
+                results.append(expert(x[start : start + size], prefill))
+                start += size
+        return results, [place]
+
+    def _plain(self, x: torch.Tensor, prefill: bool, residual: torch.Tensor | None) -> list[torch.Tensor]:
+        """Summands of weight 1; one rank brings the residual."""
+        shared = [self.shared(x, prefill)] if self.shared else []
+        return [*shared, residual] if residual is not None and self.parallel.rank == 0 else shared
+
+    def _unit(self, prefill: bool) -> int:
+        tiles = [tiles_of(linear, prefill) for linear in self.experts[0].linears()]
+        return max(sizes.unit if sizes else 1 for sizes in tiles)
+
+
+def sort_to_experts(chosen: torch.Tensor, num_experts: int, unit: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Lay rows out by expert, each expert's padded to a multiple of `unit`, for the experts chosen [rows, top_k].
+
+    Returns the row to take for each place (padding takes the first), the place of each choice [rows, top_k], and how
+    many places each expert has.
+    """
+    flat = chosen.flatten()
+    counts = torch.bincount(flat, minlength=num_experts)
+    sizes = (counts + unit - 1).div(unit, rounding_mode="floor") * unit
+    order = flat.argsort(stable=True)
+    moved = (sizes - counts).cumsum(0) - (sizes - counts)  # by the padding of the experts before
+    number = torch.arange(len(flat), device=chosen.device)
+    place = torch.empty_like(flat)
+    place[order] = number + moved[flat[order]]
+    places = sizes.tolist()
+    rows = flat.new_zeros(sum(places))
+    rows[place] = number.div(chosen.shape[1], rounding_mode="floor")
+    return rows, place.view_as(chosen), places
+
+
+# ------------------------------------------------------------------------------------------------- loading
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Where published checkpoints have the tensors of a layer's experts."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+
+_MIXTRAL = _Names("block_sparse_moe", "w1", "w3", "w2")
+_OTHERS = _Names("mlp", "gate_proj", "up_proj", "down_proj")
+
+
+def load_experts(loader: Loader, prefix: str, spec: MoeSpec) -> MoeMlp:
+    """The MLP with experts of the layer whose tensors begin with `prefix`.
+
+    Raises:
+        ConfigError: a tensor is missing or has another shape.
+    """
+    names = _MIXTRAL if loader.spec.family == "mixtral" else _OTHERS
+    block, hidden, read = f"{prefix}{names.block}", loader.spec.hidden, loader.checkpoint.tensor
+
+    def expert(name: str, ffn: int) -> Expert:
+        part = loader.parallel.part(ffn)
+
+        def inner(kind: str, fused: Fused) -> Linear:
+            return loader.column_parallel({f"{block}.{name}.{kind}": (ffn, part)}, hidden, bias=False, fused=fused)
+
+        down = read(f"{block}.{name}.{names.down}.weight", (hidden, ffn), loader.dtype, columns=part)
+        return Expert(
+            inner(names.gate, loader.spec.activation), inner(names.up, Fused.MUL), Linear(down.to(loader.device))
+        )
+
+    count, dtype = spec.num_experts, torch.float32 if spec.fp32_router else loader.dtype
+    router = read(f"{block}.gate.weight", (count, hidden), dtype).to(loader.device)
+    bias = read(f"{block}.gate.e_score_correction_bias", (count,), torch.float32) if spec.correction else None
+    return MoeMlp(
+        spec=spec,
+        parallel=loader.parallel,
+        router=Linear(router),
+        correction=bias.to(loader.device) if bias is not None else None,
+        experts=[expert(f"experts.{number}", spec.ffn) for number in range(count)],
+        shared=expert("shared_experts", spec.shared_ffn) if spec.shared_ffn else None,
+    )
