@@ -9,12 +9,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 from serving import wait_for
 
-from xllm_hier.errors import ConfigError
+from xllm_hier.errors import ConfigError, StartupError
 from xllm_hier.host_memory import HostMemory
 
 MIB = 1 << 20
@@ -107,3 +109,47 @@ def test_nothing_survives_sigkill_of_the_holder() -> None:
     child.communicate(timeout=30)
     assert set(os.listdir("/dev/shm")) == names
     wait_for(lambda: shared_memory_bytes() < held - size // 2, 10)
+
+
+def test_an_offered_memory_reaches_every_worker_that_asks_and_its_path_is_gone(tmp_path: Path) -> None:
+    """Three ranks, one copy: two of them ask before the memory is there, and nobody else's pages grow."""
+    path = tmp_path / "host"
+    code = (
+        "import sys; from pathlib import Path; from xllm_hier.host_memory import HostMemory;"
+        f"m = HostMemory.receive(Path({str(path)!r}), {MIB}, 30); m.array[int(sys.argv[1])] = m.array[0] + 1"
+    )
+    children = [subprocess.Popen([sys.executable, "-c", code, str(place)]) for place in (1, 2)]
+    memory = HostMemory.create(MIB)
+    memory.array[0] = 41
+    memory.offer(path, 2, 30)
+    assert [child.wait(30) for child in children] == [0, 0]
+    assert memory.array[:3].tolist() == [41, 42, 42]
+    assert not path.exists()
+    memory.close()
+
+
+def test_memory_of_a_store_client_is_offered_by_the_descriptor_it_keeps(tmp_path: Path) -> None:
+    """A pool is an unsealed file that somebody else has mapped; ours begins two pages into it."""
+    pool = os.memfd_create("pool")
+    os.ftruncate(pool, 4 * mmap.PAGESIZE)
+    mapped = mmap.mmap(pool, 4 * mmap.PAGESIZE)
+    start = np.frombuffer(mapped, dtype=np.uint8).ctypes.data
+    ours = HostMemory.at(start + 2 * mmap.PAGESIZE, 2 * mmap.PAGESIZE)
+    offering = threading.Thread(target=ours.offer, args=(tmp_path / "host", 1, 30))
+    offering.start()
+    theirs = HostMemory.receive(tmp_path / "host", 2 * mmap.PAGESIZE, 30)
+    offering.join()
+    theirs.array[5] = 7
+    assert mapped[2 * mmap.PAGESIZE + 5] == 7 and theirs.address != ours.address
+    theirs.close()
+
+
+def test_nobody_waits_for_ever_for_shared_memory(tmp_path: Path) -> None:
+    memory = HostMemory.create(MIB)
+    with pytest.raises(StartupError, match=r"1 workers did not fetch the host memory in 0.1 s"):
+        memory.offer(tmp_path / "host", 1, 0.1)
+    with pytest.raises(StartupError, match=r"nobody offered the host memory within 0.1 s"):
+        HostMemory.receive(tmp_path / "host", MIB, 0.1)
+    with pytest.raises(OSError, match="no descriptor"):
+        HostMemory.at(memory.array[:1].copy().ctypes.data, 1).offer(tmp_path / "host", 1, 0.1)
+    memory.close()

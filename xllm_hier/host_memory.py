@@ -5,22 +5,28 @@ One host pool, block first (see `block`)::
     | block 0: payload | trailer | block 1: payload | trailer | ...
     |<---- object_bytes ------->|
 
-Nothing has a name, so nothing is left behind: when every holder is gone, SIGKILL included, the kernel frees it.
+Nothing has a name, so nothing is left behind: when every holder is gone, SIGKILL included, the kernel frees it. Ranks
+that share one copy (MLA) get it from the rank that made it, as a descriptor over a socket: `offer` and `receive`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import logging
 import mmap
 import os
+import socket
+import struct
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import ConfigError
+from .errors import ConfigError, StartupError
 
 log = logging.getLogger("xllm.worker")
 
@@ -28,6 +34,8 @@ _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 _MFD_HUGETLB = 0x0004
 _HUGE_PAGE = 2 << 20
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
+_OFFER = struct.Struct("<Q?")  # where the offered bytes begin in the file, and whether it is sealed
+_LOOK_S = 0.02
 _SEALS = 0x0001 | 0x0002 | 0x0004  # SEAL | SHRINK | GROW: no peer can make our pages vanish
 
 
@@ -83,18 +91,80 @@ class HostMemory:
         return cls._over(mapping, nbytes, fd, page_bytes)
 
     @classmethod
-    def attach(cls, fd: int, nbytes: int) -> HostMemory:
+    def attach(cls, fd: int, nbytes: int, *, offset: int = 0, sealed: bool = True) -> HostMemory:
         """Another process's memory by its descriptor (passed over a socket or by inheritance), which is taken over.
+
+        `sealed` False trusts its owner not to shrink it, as one must with the pool of a store client.
 
         Raises:
             ValueError: the memory behind the descriptor is smaller, or can still shrink under us.
         """
-        if fcntl.fcntl(fd, _F_GET_SEALS) & _SEALS != _SEALS:
+        if sealed and not _is_sealed(fd):
             raise ValueError("the host memory is not sealed: its owner could take pages away")
-        size = os.fstat(fd).st_size
+        size = os.fstat(fd).st_size - offset
         if size < nbytes:
             raise ValueError(f"the host memory has {size} bytes, {nbytes} are needed")
-        return cls._over(mmap.mmap(fd, size), nbytes, fd, mmap.PAGESIZE)
+        mapping = mmap.mmap(fd, size, offset=offset)
+        _populate(mapping, 0)
+        return cls._over(mapping, nbytes, fd, mmap.PAGESIZE)
+
+    # ------------------------------------------------------------------------------------------- sharing
+
+    def offer(self, path: Path, count: int, timeout_s: float) -> None:
+        """Let `count` other processes `receive` this memory at `path`, a socket that is gone afterwards.
+
+        Raises:
+            StartupError: not all of them came within `timeout_s`.
+            OSError: memory that somebody else owns has no descriptor in this process.
+        """
+        fd, offset = (self.fd, 0) if self.fd is not None else _descriptor_of(self.address)
+        deadline = time.monotonic() + timeout_s
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+                listener.bind(str(path))
+                listener.listen(count)
+                for number in range(count):
+                    listener.settimeout(max(0.01, deadline - time.monotonic()))
+                    try:
+                        connection, _ = listener.accept()
+                    except TimeoutError:
+                        raise StartupError(
+                            f"{count - number} workers did not fetch the host memory in {timeout_s:g} s"
+                        ) from None
+                    with connection:
+                        socket.send_fds(connection, [_OFFER.pack(offset, _is_sealed(fd))], [fd])
+        finally:
+            path.unlink(missing_ok=True)
+
+    @classmethod
+    def receive(cls, path: Path, nbytes: int, timeout_s: float) -> HostMemory:
+        """The memory of `nbytes` that another process offers, or will offer, at `path`: the same pages, mapped here.
+
+        Raises:
+            StartupError: nobody offered any within `timeout_s`, or it is smaller.
+        """
+        deadline = time.monotonic() + timeout_s
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            while True:
+                connection.settimeout(max(0.01, deadline - time.monotonic()))
+                try:
+                    connection.connect(str(path))
+                    header, fds, _, _ = socket.recv_fds(connection, _OFFER.size, 1)
+                    break
+                except (FileNotFoundError, ConnectionRefusedError):
+                    if time.monotonic() > deadline:
+                        raise StartupError(f"nobody offered the host memory within {timeout_s:g} s") from None
+                    time.sleep(_LOOK_S)
+                except TimeoutError:
+                    raise StartupError(f"the host memory did not come within {timeout_s:g} s") from None
+        if len(header) < _OFFER.size or len(fds) != 1:
+            raise StartupError("the worker that makes the host memory ended")
+        offset, sealed = _OFFER.unpack(header)
+        try:
+            return cls.attach(fds[0], nbytes, offset=offset, sealed=sealed)
+        except ValueError as error:
+            os.close(fds[0])
+            raise StartupError(f"the host memory of another worker cannot be used: {error}") from error
 
     @classmethod
     def _over(cls, mapping: mmap.mmap, nbytes: int, fd: int, page_bytes: int) -> HostMemory:
@@ -116,8 +186,38 @@ class HostMemory:
         self._mapping = None
 
 
+def _descriptor_of(address: int) -> tuple[int, int]:
+    """Our descriptor of the shared file that is mapped at `address`, and where in it `address` lies.
+
+    A store client keeps the one of its pool open for as long as it is mapped. Raises OSError when there is none.
+    """
+    for line in Path("/proc/self/maps").read_text(encoding="ascii", errors="replace").splitlines():
+        span, _, offset, _, inode, *_ = line.split()
+        start, end = (int(edge, 16) for edge in span.split("-"))
+        if start <= address < end:
+            for name in os.listdir("/proc/self/fd"):
+                with contextlib.suppress(OSError):
+                    if int(inode) and os.fstat(int(name)).st_ino == int(inode) and _is_memory(int(name)):
+                        return int(name), int(offset, 16) + address - start
+    raise OSError(f"no descriptor in this process holds the memory at {address:#x}")
+
+
+def _is_sealed(fd: int) -> bool:
+    try:
+        return fcntl.fcntl(fd, _F_GET_SEALS) & _SEALS == _SEALS
+    except OSError:  # no file of a kind that has seals
+        return False
+
+
+def _is_memory(fd: int) -> bool:
+    return "/memfd:" in os.readlink(f"/proc/self/fd/{fd}")
+
+
 def _populate(mapping: mmap.mmap, size: int) -> None:
-    """Touch every page now: a first touch inside a copy costs 2 us per page, and a lack of memory is an error here."""
+    """Touch every page now: a first touch inside a copy costs 2 us per page, and a lack of memory is an error here.
+
+    `size` 0: only map the pages, which somebody else has made.
+    """
     for advice in (_MADV_HUGEPAGE, _MADV_POPULATE_WRITE):
         try:
             mapping.madvise(advice)
