@@ -66,7 +66,9 @@ class EngineConfig:
         "own = our decoder layer, hf = transformers' modelling code with our attention, auto = own where it exists",
         choices=("auto", "own", "hf"),
     )
-    tp_size: int = _setting(1, MODEL, "tensor parallel workers", low=1, high=1)
+    tp_size: int = _setting(
+        1, MODEL, "tensor parallel workers, one device each (on cpu they share the cores)", low=1, high=1024
+    )
     max_model_len: int = _setting(0, MODEL, "longest prompt plus output; 0 = the model's", unit="tokens", low=0)
 
     enable_prefix_cache: bool = _setting(True, CACHE, "reuse KV of equal prefixes")
@@ -167,6 +169,12 @@ class EngineConfig:
     startup_timeout_s: float = _setting(600.0, LIMITS, "for all processes to come up", unit="s", low=1)
     worker_timeout_s: float = _setting(
         300.0, LIMITS, "for one answer of a worker, before the instance counts it as hung", unit="s", low=1
+    )
+    restart_on_failure: bool = _setting(
+        False,
+        LIMITS,
+        "bring a served instance up again after one of its processes died or hung; its store, also the embedded one, "
+        "keeps what it has",
     )
     drain_timeout_s: float = _setting(30.0, LIMITS, "for open requests after SIGTERM", unit="s", low=0)
 

@@ -31,6 +31,7 @@ log = logging.getLogger("xllm.launch")
 
 _GRACE_S = 3.0  # after a death: for the api to answer what is open
 _STOP_S = 15.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0  # before a restart
 _WATCH_S = 0.2
 _RUN_DIR_PREFIX = "xllm-run-"
 # libgomp's threads spin for about a millisecond at each barrier by default; beside any other busy process (a copy, the
@@ -62,7 +63,8 @@ def _worker_body(config: EngineConfig, run_dir: str, rank: int, ready: Callable[
     from .engine.remote_worker import answer_address, plan_address
     from .worker.worker import run_worker
 
-    return run_worker(config, rank, (plan_address(run_dir, rank), answer_address(run_dir, rank)), ready)
+    addresses = (plan_address(run_dir, rank), answer_address(run_dir, rank))
+    return run_worker(config, rank, addresses, ready, Path(run_dir))
 
 
 def _api_body(config: EngineConfig, run_dir: str, _rank: int, ready: Callable[[dict[str, Any]], None]) -> int:
@@ -154,13 +156,15 @@ class Instance:
         self._children: list[_Child] = []
         self._store: EmbeddedStore | None = None
         self._run_dir: Path | None = None
+        self._meeting: Path | None = None  # of the present processes: sockets and files of those before are not seen
+        self._starts = 0
         self._stopping = threading.Event()
         self._poll_lock = threading.Lock()
 
     @property
     def engine_address(self) -> str:
         """Where an EngineClient connects to."""
-        return f"ipc://{self._run_dir}/api"
+        return f"ipc://{self._meeting}/api"
 
     @property
     def port(self) -> int:
@@ -187,26 +191,50 @@ class Instance:
         """
         _sweep_run_dirs()
         self._run_dir = Path(tempfile.mkdtemp(prefix=f"{_RUN_DIR_PREFIX}{os.getpid()}-"))
-        deadline = Deadline(self.config.startup_timeout_s)
         try:
-            config = self._start_store()
-            for rank in range(config.tp_size):
-                self._spawn("worker", config, rank)
-            self._spawn("engine", config)
-            if self._with_api:
-                self._spawn("api", config)
-            self._wait_ready(deadline)
+            self._start_processes()
         except BaseException:
             self.stop(graceful=False)
             raise
+
+    def restart(self) -> None:
+        """End what is left of the processes and bring them up again, on the same port and around the same store.
+
+        Raises:
+            StartupError, ConfigError: as `start`; the embedded store then still runs, for another try or for `stop`.
+        """
+        if self._with_api and any(child.name == "api" and child.info for child in self._children):
+            self.config = dataclasses.replace(self.config, port=self.port)
+        try:
+            self._end_processes(graceful=False)
+            self._start_processes()
+        except BaseException:
+            self._end_processes(graceful=False)
+            raise
+
+    def _start_processes(self) -> None:
+        assert self._run_dir is not None
+        deadline = Deadline(self.config.startup_timeout_s)
+        self._starts += 1
+        self._meeting = self._run_dir / str(self._starts)
+        self._meeting.mkdir()
+        config = self._start_store()
+        for rank in range(config.tp_size):
+            self._spawn("worker", config, rank)
+        self._spawn("engine", config)
+        if self._with_api:
+            self._spawn("api", config)
+        self._wait_ready(deadline)
 
     def _start_store(self) -> EngineConfig:
         if not self.config.embedded_store:
             return self.config
         assert self._run_dir is not None
-        store = EmbeddedStore(self._run_dir, self.config.store_segment_size, self.config.tp_size, self.config.log_level)
-        self._store = store
-        store.start()
+        if self._store is None:
+            segment_bytes, level = self.config.store_segment_size, self.config.log_level
+            self._store = EmbeddedStore(self._run_dir, segment_bytes, self.config.tp_size, level)
+            self._store.start()
+        store = self._store
         return dataclasses.replace(
             self.config,
             store_master_server_address=store.master_address,
@@ -218,7 +246,7 @@ class Instance:
         main = threading.current_thread() is threading.main_thread()  # the signal fires at that thread's end
         process = _SPAWN.Process(
             target=_child,
-            args=(kind, config, str(self._run_dir), rank, theirs),
+            args=(kind, config, str(self._meeting), rank, theirs),
             kwargs={"parent": os.getpid() if main else 0},
             name=f"xllm-{kind}-{rank}",
         )
@@ -278,6 +306,10 @@ class Instance:
         """End `wait`, and a `start` under way; safe in a signal handler."""
         self._stopping.set()
 
+    def stopping(self, timeout_s: float) -> bool:
+        """Wait up to `timeout_s` for `request_stop`; True when it came."""
+        return self._stopping.wait(timeout_s)
+
     def _let_api_answer(self) -> None:
         for child in self._children:
             if child.name == "api":
@@ -286,6 +318,14 @@ class Instance:
     def stop(self, *, graceful: bool = True) -> None:
         """End every process: the api first, which drains when `graceful`; by force when one does not end in time."""
         self._stopping.set()
+        self._end_processes(graceful=graceful)
+        if self._store is not None:
+            self._store.stop()
+            self._store = None
+        if self._run_dir is not None:
+            shutil.rmtree(self._run_dir, ignore_errors=True)
+
+    def _end_processes(self, *, graceful: bool) -> None:
         with self._poll_lock:
             children, self._children = self._children, []
         api = [child for child in children if child.name == "api"]
@@ -294,11 +334,6 @@ class Instance:
         self._end(api, self.config.drain_timeout_s + _GRACE_S if graceful else _GRACE_S)
         for group in (engine, workers):
             self._end(group, _STOP_S if graceful else _GRACE_S)
-        if self._store is not None:
-            self._store.stop()
-            self._store = None
-        if self._run_dir is not None:
-            shutil.rmtree(self._run_dir, ignore_errors=True)
 
     @staticmethod
     def _end(children: list[_Child], timeout_s: float) -> None:
@@ -328,7 +363,10 @@ def _sweep_run_dirs() -> None:
 
 
 def run_until_stopped(instance: Instance, announce: Callable[[Instance], None]) -> int:
-    """Start, announce, serve until SIGTERM or SIGINT, stop. Returns the exit code."""
+    """Start, announce, serve until SIGTERM or SIGINT, or until a process dies, stop. Returns the exit code.
+
+    With `restart_on_failure` the instance comes up again after a death, however often.
+    """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: instance.request_stop())
     started = time.monotonic()
@@ -336,5 +374,27 @@ def run_until_stopped(instance: Instance, announce: Callable[[Instance], None]) 
     log.info("all processes are up after %.1f s", time.monotonic() - started)
     announce(instance)
     code = instance.wait()
+    while code != 0 and instance.config.restart_on_failure:
+        if not _restarted(instance):
+            code = 0
+            break
+        announce(instance)
+        code = instance.wait()
     instance.stop(graceful=code == 0)
     return code
+
+
+def _restarted(instance: Instance) -> bool:
+    """Try to bring the instance up until it is; False when it is told to stop meanwhile.
+
+    The pauses between the tries grow, so that what cannot come up does not burn the machine.
+    """
+    pause = _FIRST_PAUSE_S
+    while not instance.stopping(pause):
+        try:
+            instance.restart()
+            return True
+        except XllmError as error:
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            log.error("the instance did not come up again, the next try is in %g s: %s", pause, error)
+    return False
