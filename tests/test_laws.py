@@ -653,9 +653,9 @@ def rank_with(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rank]]:
     monkeypatch.setattr("xllm_hier.worker.kv_cache_store.MooncakeClient", ScriptedClient)
     stores: list[KVCacheStore] = []
 
-    def make(*domains: tuple[CacheRole, str, BlockLayout], num_blocks: int = 4, number: int = 0, mla: bool = False):
+    def make(*domains: tuple[CacheRole, str, BlockLayout], num_blocks: int = 4, number: int = 0):
         config = EngineConfig(model_id="m", enable_kvcache_store=True, host_blocks_factor=2.0)
-        store = KVCacheStore(config, number, TransferStats(), mla=mla)
+        store = KVCacheStore(config, number, TransferStats())
         made, caches = [], []
         memory = torch.zeros(num_blocks * sum(layout.object_bytes for *_, layout in domains), dtype=torch.uint8)
         rest = memory
@@ -718,17 +718,6 @@ def test_a_block_named_twice_in_one_read_is_a_miss_without_asking_the_store(rank
     rank.client.calls.clear()
     assert rank.get((1, 0), (2, 0)) == [0, 0]
     assert rank.client.calls == []
-
-
-def test_a_rank_of_an_mla_model_other_than_the_first_writes_nothing_and_counts_all(
-    rank_with: Callable[..., Rank],
-) -> None:
-    """K13. Rank 3 touches no client; rank 0 writes, and rank 3 reads what rank 0 wrote, by the same key."""
-    first, third = rank_with(MAIN_DOMAIN, mla=True), rank_with(MAIN_DOMAIN, number=3, mla=True)
-    assert third.put((0, 0), (1, 1)) == 2 and third.client.calls == []
-    assert first.put((0, 0)) == 1
-    third.client.objects = first.client.objects
-    assert third.get((2, 0)) == [1]
 
 
 def test_an_object_that_is_there_already_counts_as_stored_and_any_error_does_not(

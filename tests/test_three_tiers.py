@@ -8,15 +8,17 @@ from __future__ import annotations
 import concurrent.futures
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
 from serving import Answer, Server, running_store, store_flags
-from tiny_models import VOCAB, make
+from tiny_models import LATENT_SHAPE, VOCAB, make
 
 BLOCK = 16
-COMMON = [f"--block_size={BLOCK}", "--max_cache_size=8MB", "--max_tokens_per_batch=512", "--check_invariants"]
+LATENT_WIDTH = LATENT_SHAPE["kv_lora_rank"] + LATENT_SHAPE["qk_rope_head_dim"]
+COMMON = ["--max_cache_size=8MB", "--max_tokens_per_batch=512", "--check_invariants"]
 
 
 def prompt_of(seed: int, length: int) -> list[int]:
@@ -24,15 +26,55 @@ def prompt_of(seed: int, length: int) -> list[int]:
     return [dice.randrange(3, VOCAB) for _ in range(length)]
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float32"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(tmp_path_factory.mktemp("model") / f"tiny-{request.param}", "llama", getattr(torch, request.param))
+@dataclass(frozen=True)
+class Setup:
+    """A tiny model and the ranks it runs on; `values_per_token` is what one rank caches of a token in one layer."""
+
+    family: str
+    dtype: torch.dtype
+    tp_size: int
+    values_per_token: int
+    changes: dict[str, int] = field(default_factory=dict)
+
+
+# Keys and values, once, split, and with KV heads that serve two ranks each; one latent for all ranks, with experts.
+SETUPS = {
+    "llama-bf16": Setup("llama", torch.bfloat16, 1, 2 * 2 * 12),
+    "llama-fp32-tp2": Setup("llama", torch.float32, 2, 2 * 12),
+    "deepseek_v2-fp32": Setup("deepseek_v2", torch.float32, 1, LATENT_WIDTH),
+    "deepseek_v3-bf16-tp2": Setup("deepseek_v3", torch.bfloat16, 2, LATENT_WIDTH),
+    "qwen3-bf16-tp4": Setup("qwen3", torch.bfloat16, 4, 2 * 20, {"num_attention_heads": 8}),
+}
+# Those that start instances of their own leave out the four ranks, which take long to start on few cores.
+starts_instances = pytest.mark.parametrize("model", [name for name in SETUPS if "tp4" not in name], indirect=True)
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a server is started with."""
+
+    setup: Setup
+    folder: Path
+
+    def serve(self, *flags: str) -> Server:
+        return Server(self.folder, f"--tp_size={self.setup.tp_size}", f"--block_size={BLOCK}", *flags)
+
+    def cache_flag(self, num_blocks: int) -> str:
+        block_bytes = 2 * BLOCK * self.setup.values_per_token * self.setup.dtype.itemsize
+        return f"--max_cache_size={num_blocks * block_bytes}"
+
+
+@pytest.fixture(scope="module", params=SETUPS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    setup = SETUPS[request.param]
+    folder = tmp_path_factory.mktemp("model") / request.param
+    return Model(setup, make(folder, setup.family, setup.dtype, **setup.changes))
 
 
 @pytest.fixture(scope="module")
-def plain(model: Path) -> Iterator[Server]:
+def plain(model: Model) -> Iterator[Server]:
     """The hierarchy switched off: what every other answer must equal."""
-    with Server(model, *COMMON, "--enable_prefix_cache=false") as server:
+    with model.serve(*COMMON, "--enable_prefix_cache=false") as server:
         yield server
 
 
@@ -43,8 +85,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
 
 
 @pytest.fixture(scope="module")
-def tiered(model: Path, store: object) -> Iterator[Server]:
-    with Server(model, *COMMON, *store_flags(store)) as server:  # type: ignore[arg-type]
+def tiered(model: Model, store: object) -> Iterator[Server]:
+    with model.serve(*COMMON, *store_flags(store)) as server:  # type: ignore[arg-type]
         yield server
 
 
@@ -87,23 +129,25 @@ def test_partial_hits_at_every_block_boundary_and_full_hits(plain: Server, tiere
             assert got.cached[tier] == min(boundary, length - 1) == sum(got.cached)
 
 
-def test_an_instance_finds_what_an_earlier_one_stored(model: Path, plain: Server, store: object) -> None:
+@starts_instances
+def test_an_instance_finds_what_an_earlier_one_stored(model: Model, plain: Server, store: object) -> None:
     prompt = prompt_of(3, 90)
     expected = plain.ask(prompt).bits
     for direct, cached in ((False, 0), (False, 80), (True, 80)):
-        with Server(model, *COMMON, *store_flags(store, direct=direct), "--model_id=restart") as server:  # type: ignore[arg-type]
+        with model.serve(*COMMON, *store_flags(store, direct=direct), "--model_id=restart") as server:  # type: ignore[arg-type]
             got = server.ask(prompt)
             server.wait_quiet()
         assert got.bits == expected and got.cached == (0, 0, cached)
 
 
+@starts_instances
 @pytest.mark.parametrize("flags", [["--max_tokens_per_chunk_for_prefill=40"], ["--max_tokens_per_batch=33"]])
 def test_chunked_runs_write_the_same_blocks_and_read_them(
-    model: Path, plain: Server, tiered: Server, store: object, flags: list[str]
+    model: Model, plain: Server, tiered: Server, store: object, flags: list[str]
 ) -> None:
     prompt = prompt_of(4, 300)
     expected = plain.ask(prompt).bits
-    with Server(model, *COMMON, *flags, *store_flags(store)) as chunked:  # type: ignore[arg-type]
+    with model.serve(*COMMON, *flags, *store_flags(store)) as chunked:  # type: ignore[arg-type]
         assert chunked.ask(prompt).bits == expected
         chunked.wait_quiet()
         got = tiered.ask(prompt)
@@ -145,13 +189,13 @@ def test_the_next_turn_of_a_conversation_reuses_the_answer_with_equal_bits(plain
         assert sum(tiered.ask(turn, 1).cached) >= expected_blocks * BLOCK - 1
 
 
-def test_preempted_sequences_answer_with_the_bits_they_would_have_had(model: Path, plain: Server) -> None:
+@starts_instances
+def test_preempted_sequences_answer_with_the_bits_they_would_have_had(model: Model, plain: Server) -> None:
     prompts = [prompt_of(80 + n, 40) for n in range(6)]
     expected = [plain.ask(prompt, 60).bits for prompt in prompts]
-    block_bytes = 2 * 2 * BLOCK * 2 * 12 * (2 if "bfloat16" in model.name else 4)
-    small = [f"--block_size={BLOCK}", f"--max_cache_size={17 * block_bytes}", "--check_invariants"]
+    small = [model.cache_flag(17), "--check_invariants"]
     for more in (["--host_blocks_factor=4"], []):
-        with Server(model, *small, *more) as server:
+        with model.serve(*small, *more) as server:
             with concurrent.futures.ThreadPoolExecutor(6) as pool:
                 answers = list(pool.map(lambda prompt, s=server: s.ask(prompt, 60), prompts))
             assert server.stats()["preemptions"] > 0

@@ -244,7 +244,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class WorkerCall:
-    """An order to one worker outside of the plans: `stats` | `clear_store` | `stop`."""
+    """An order to one worker outside of the plans, answered at any time: `stats` | `clear_store` | `ping` | `stop`."""
 
     call_id: int
     method: str
@@ -319,7 +319,8 @@ class ForwardOutput:
 
     `logprobs[i]` is None where the sequence did not ask. `prompt_logprobs` holds one list per prefill sequence that
     asked. `failed_batches`: loads that this forward waited for in vain; what it computed from them is void.
-    `error`: the forward itself failed; nothing of it is valid.
+    `error`: the forward itself failed; nothing of it is valid. `view`: what the rank's cache depends on, as words and a
+    digest (see PlanDigest); it is the same on all ranks, or their caches have gone apart.
     """
 
     step_id: int
@@ -331,6 +332,7 @@ class ForwardOutput:
     compute_s: float
     wait_s: float
     error: str | None = None
+    view: str = ""
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ log = logging.getLogger("xllm.engine")
 IDLE_WAIT_S = 0.2
 STALLED_WAIT_S = 0.02  # work is queued but waits for blocks or a prefetch: look again soon
 CALL_LIMIT_S = 30.0
+ONE_FAILED_S = 5.0  # after one rank's forward failed: for the others to fail alike, or to be found dead
 SETTLE_LIMIT_S = 5.0  # a clear waits so long for transfers to end before it takes what there is
 
 
@@ -147,21 +148,38 @@ class EngineCore:
             self.scheduler.fail_step(step, f"the model's forward failed: {output.error}")
 
     def _await_forward(self, step_id: int) -> ForwardOutput:
-        deadline = Deadline(self.config.worker_timeout_s)
-        while len(self._forward_outputs) < self.workers.num_workers:
+        """One answer of all ranks; it carries the error of a forward that failed on all of them alike.
+
+        Raises:
+            EngineDeadError: a rank is silent, failed alone (the others then wait for it in a collective), or computed
+                from something else than the others.
+        """
+        limit_s = self.config.worker_timeout_s
+        deadline = Deadline(limit_s)
+        num_workers = self.workers.num_workers
+        while len(self._forward_outputs) < num_workers:
             self._receive(POLL_S)
+            failed = {rank: out.error for rank, out in self._forward_outputs.items() if out.error is not None}
+            if failed and deadline.remaining() > ONE_FAILED_S:
+                deadline = Deadline(ONE_FAILED_S)
             if deadline.passed():
-                silent = sorted(set(range(self.workers.num_workers)) - set(self._forward_outputs))
-                raise EngineDeadError(f"worker {silent} gave no answer within {self.config.worker_timeout_s:g} s")
+                silent = sorted(set(range(num_workers)) - set(self._forward_outputs))
+                if failed:
+                    errors = "; ".join(f"worker {rank}: {error}" for rank, error in sorted(failed.items()))
+                    raise EngineDeadError(
+                        f"the forward failed and {self.workers.blame(silent)} did not end it ({errors})"
+                    )
+                raise EngineDeadError(f"{self.workers.blame(silent)}: no answer within {limit_s:g} s")
         outputs, self._forward_outputs = self._forward_outputs, {}
         if any(output.step_id != step_id for output in outputs.values()):
             raise EngineDeadError(f"a worker answered another step than {step_id}")
-        failed = sorted({batch for output in outputs.values() for batch in output.failed_batches})
-        outputs[0].failed_batches[:] = failed
-        for output in outputs.values():
-            if output.error is not None:
-                return output
-        return outputs[0]
+        views = {rank: outputs[rank].view for rank in sorted(outputs)}
+        if len(set(views.values())) > 1:
+            seen = "; ".join(f"worker {rank} saw {view}" for rank, view in views.items())
+            raise EngineDeadError(f"the ranks' caches have gone apart: {seen}")
+        failed_batches = sorted({batch for output in outputs.values() for batch in output.failed_batches})
+        outputs[0].failed_batches[:] = failed_batches
+        return next((output for output in outputs.values() if output.error is not None), outputs[0])
 
     # -------------------------------------------------------------------------------------------- messages
 
@@ -309,6 +327,8 @@ class EngineCore:
             "num_device_blocks": self.manager.device.num_blocks,
             "num_host_blocks": self.manager.host.num_blocks,
             "store_state": self._worker_stats.get("store_state", "detached"),
+            "tp_size": self.workers.num_workers,
+            "host_bytes": sum(int(answer.details.get("host_bytes", 0)) for answer in self.ready),
             "details": self.ready[0].details,
         }
 
@@ -371,7 +391,7 @@ def run_engine(config: EngineConfig, run_dir: str, ready: Callable[[dict[str, An
     """Body of the engine process: wait for the workers, tell `ready`, serve until SIGTERM. Returns the exit code."""
     context: zmq.Context[Any] = zmq.Context()
     api = Channel(context, api_address(run_dir), bind=True)
-    workers = RemoteWorkers(context, run_dir, config.tp_size)
+    workers = RemoteWorkers(context, run_dir, config.tp_size, config.worker_timeout_s)
     core: EngineCore | None = None
     stopped = False
 

@@ -96,13 +96,10 @@ class KVCacheStore:
     hits are equal only up to rounding, and all of them say so (`mixed_numerics`).
     """
 
-    def __init__(
-        self, config: EngineConfig, rank: int, stats: TransferStats, *, numerics_id: str = "", mla: bool = False
-    ) -> None:
+    def __init__(self, config: EngineConfig, rank: int, stats: TransferStats, *, numerics_id: str = "") -> None:
         self._config = config
         self._rank = rank
         self._stats = stats
-        self._mla = mla
         self._numerics_id = numerics_id
         self.mixed_numerics = False
         self._client = MooncakeClient(config, rank)
@@ -130,15 +127,24 @@ class KVCacheStore:
             log.warning("the store is not available, going on without it: %s", error)
             return None
 
+    def keep_apart(self) -> None:
+        """The host blocks do not lie where `connect` said: reach them by way of staging memory. Before `start`."""
+        self._host_usable = False
+
     @staticmethod
     def _staging_bytes(host_bytes: int) -> int:
         return min(host_bytes, 64 << 20)
 
     def start(self, domains: Sequence[CacheDomain], address: int, host_bytes: int) -> None:
-        """Index the domains' host blocks, which lie in `host_bytes` at `address`, and begin to serve."""
+        """Index the host blocks that are this rank's to read and write, and begin to serve.
+
+        They lie in `host_bytes` at `address`. Blocks that every rank holds alike are rank 0's.
+        """
         config = self._config
         for domain in domains:
             for block_type, cache in domain.caches.items():
+                if not cache.layout.kept_by(self._rank):
+                    continue
                 prefix = key_prefix(
                     config.name_space,
                     domain.key_component,
@@ -146,7 +152,7 @@ class KVCacheStore:
                     cache.layout.schema_hash,
                     tp_size=config.tp_size,
                     tp_rank=self._rank,
-                    mla=self._mla,
+                    mla=cache.layout.replicated,
                 )
                 entries = self._entries.setdefault(block_type, [])
                 if any(entry.prefix == prefix for entry in entries):
@@ -307,12 +313,7 @@ class KVCacheStore:
             log.warning("could not remove %s: %s", item.key, error)
 
     def put(self, block_type: BlockType, blocks: Sequence[int], hashes: Sequence[bytes]) -> int:
-        """Write host blocks whose objects the store lacks; returns the logical blocks with every object there.
-
-        A rank other than 0 of an MLA model writes nothing and counts all as done: rank 0 writes the same bytes.
-        """
-        if self._mla and self._rank != 0:
-            return len(blocks)
+        """Write host blocks whose objects the store lacks; returns the logical blocks with every object there."""
         objects = self._expand(block_type, blocks, hashes)
         if self.state != "attached":
             self._stats.fail("h2g", "degraded", len(objects))

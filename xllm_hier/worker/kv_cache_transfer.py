@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from ..errors import InvariantError, StoreError, TransferError
 from ..hashing import HASH_BYTES
 from ..host_memory import HostMemory
 from ..plans import (
+    HIT,
+    MISS,
     OffloadCopied,
     OffloadStored,
     PrefetchAnswer,
@@ -28,12 +31,14 @@ from ..plans import (
     TransferBlocks,
     TransferKvBlocks,
 )
-from .cache_domain import CacheDomain
+from .cache_domain import BlockCache, CacheDomain
 from .kv_cache_store import KVCacheStore, write_trailer
 from .layer_copy import Copier, LayerSynchronizer, Part, TorchCopier, layer_groups, one_thread
 from .transfer_stats import TransferStats
 
 log = logging.getLogger("xllm.transfer")
+
+_HOST_SOCKET = "host-memory"
 
 
 def split_hashes(raw: bytes) -> list[bytes]:
@@ -43,8 +48,29 @@ def split_hashes(raw: bytes) -> list[bytes]:
     return [raw[start : start + HASH_BYTES] for start in range(0, len(raw), HASH_BYTES)]
 
 
+def _nothing_to_wait_for(_timeout_s: float) -> None:
+    pass
+
+
+def _host_bytes(caches: Sequence[BlockCache], num_blocks: int) -> int:
+    return num_blocks * sum(cache.layout.object_bytes for cache in caches)
+
+
+def _place(caches: Sequence[BlockCache], memory: HostMemory, num_blocks: int) -> None:
+    """Give each cache its host blocks, one cache after the other from the start of `memory`."""
+    offset = 0
+    for cache in caches:
+        nbytes = num_blocks * cache.layout.object_bytes
+        part = torch.from_numpy(memory.array[offset : offset + nbytes])
+        cache.host = part.view(num_blocks, cache.layout.object_bytes)
+        offset += nbytes
+
+
 class HierarchyKVCacheTransfer:
-    """Transfers of one worker; `answer` sends a message to the engine and may be called from any thread."""
+    """Transfers of one worker; `answer` sends a message to the engine and may be called from any thread.
+
+    `meeting` is a folder that all ranks see, where they share host memory; None only with one rank.
+    """
 
     def __init__(
         self,
@@ -55,15 +81,18 @@ class HierarchyKVCacheTransfer:
         *,
         numerics_id: str = "",
         copier: Copier | None = None,
+        meeting: Path | None = None,
     ) -> None:
         self._config = config
+        self._meeting = meeting
         self._numerics_id = numerics_id
         self._rank = rank
         self._stats = stats
         self._answer = answer
         self._copier: Copier = copier or TorchCopier()
         self._domains: dict[CacheRole, CacheDomain] = {}
-        self._memory: HostMemory | None = None
+        self._memories: list[HostMemory] = []
+        self.host_bytes = 0
         self.store: KVCacheStore | None = None
         self._synchronizers: dict[int, LayerSynchronizer] = {}
         self._lock = threading.Lock()
@@ -73,7 +102,7 @@ class HierarchyKVCacheTransfer:
 
     def register(self, domain: CacheDomain) -> None:
         """Add a model's caches; only before `build`. Raises InvariantError for a second domain of one role."""
-        if domain.role in self._domains or self._memory is not None:
+        if domain.role in self._domains or self._memories:
             raise InvariantError(f"the {domain.role.value} domain comes twice or too late")
         self._domains[domain.role] = domain
 
@@ -82,32 +111,69 @@ class HierarchyKVCacheTransfer:
 
         Raises:
             ConfigError: the host memory does not fit.
+            StartupError: the ranks could not share theirs.
         """
         if not num_host_blocks:
             return
         caches = [cache for domain in self._domains.values() for cache in domain.caches.values()]
-        host_bytes = num_host_blocks * sum(cache.layout.object_bytes for cache in caches)
+        shared = [cache for cache in caches if cache.layout.replicated and self._config.tp_size > 1]
+        kept = [cache for cache in caches if cache.layout.kept_by(self._rank)]
+        kept.sort(key=lambda cache: cache not in shared)  # what is shared lies first, so that peers need no offset
+        self.host_bytes = _host_bytes(kept, num_host_blocks)
         address = None
-        if self._config.enable_kvcache_store:
+        if self._config.enable_kvcache_store and kept:
             self.store = KVCacheStore(self._config, self._rank, self._stats, numerics_id=self._numerics_id)
-            address = self.store.connect(host_bytes)
-        if address:
-            self._memory = HostMemory.at(address, host_bytes)
-        else:
-            self._memory = HostMemory.create(host_bytes, huge_pages=self._config.host_huge_pages)
-        offset = 0
-        for cache in caches:
-            nbytes = num_host_blocks * cache.layout.object_bytes
-            part = torch.from_numpy(self._memory.array[offset : offset + nbytes])
-            cache.host = part.view(num_host_blocks, cache.layout.object_bytes)
-            offset += nbytes
-        self._copier.attach(list(self._domains.values()), self._memory)
+            address = self.store.connect(self.host_bytes)
+        if kept:
+            own = self._make_memory(address)
+            if shared and self._rank == 0:
+                own = self._offer(own)
+            _place(kept, own, num_host_blocks)
+        if shared and self._rank != 0:
+            assert self._meeting is not None
+            nbytes = _host_bytes(shared, num_host_blocks)
+            memory = HostMemory.receive(self._meeting / _HOST_SOCKET, nbytes, self._config.startup_timeout_s)
+            self._memories.append(memory)
+            _place(shared, memory, num_host_blocks)
+        self._copier.attach(list(self._domains.values()), self._memories)
         if self.store is not None:
-            self.store.start(list(self._domains.values()), self._memory.address, host_bytes)
+            self.store.start(list(self._domains.values()), own.address, self.host_bytes)
+
+    def _make_memory(self, address: int | None) -> HostMemory:
+        """This rank's own host memory: at `address`, when the store client gives it, else made here."""
+        if address:
+            memory = HostMemory.at(address, self.host_bytes)
+        else:
+            memory = HostMemory.create(self.host_bytes, huge_pages=self._config.host_huge_pages)
+        self._memories.append(memory)
+        return memory
+
+    def _offer(self, memory: HostMemory) -> HostMemory:
+        """Let the other ranks map the memory; returns the one to use, since not every store client's can be shared."""
+        assert self._meeting is not None
+        peers, path = self._config.tp_size - 1, self._meeting / _HOST_SOCKET
+        try:
+            memory.offer(path, peers, self._config.startup_timeout_s)
+        except OSError as error:
+            log.warning("the store client's memory cannot be shared (%s): its objects take one more copy", error)
+            assert self.store is not None
+            self.store.keep_apart()
+            self._memories.remove(memory)
+            memory = self._make_memory(None)
+            memory.offer(path, peers, self._config.startup_timeout_s)
+        return memory
+
+    def _keeps(self, block_type: BlockType) -> bool:
+        """Some domain's blocks of this type are this rank's to write and to read."""
+        layouts = (domain.layout.of(block_type) for domain in self._domains.values() if block_type in domain.caches)
+        return any(layout.kept_by(self._rank) for layout in layouts)
 
     @property
     def store_state(self) -> str:
-        return "detached" if self.store is None else self.store.state
+        """`attached`, `degraded` or `detached`; a rank that has nothing of its own to store is never the weak one."""
+        if self.store is not None:
+            return self.store.state
+        return "attached" if self._config.enable_kvcache_store else "detached"
 
     # ------------------------------------------------------------------------------------------ H2D (load)
 
@@ -143,6 +209,11 @@ class HierarchyKVCacheTransfer:
             raise TransferError("this worker has no draft domain")
         by_role = ((CacheRole.TARGET, plan.target_mappings), (CacheRole.DRAFT, plan.draft_mappings))
         return [(self._domains[role], mapping) for role, mappings in by_role for mapping in mappings]
+
+    @staticmethod
+    def _cache_of(part: Part) -> BlockCache:
+        domain, mapping = part
+        return domain.caches[BlockType(mapping.block_type)]
 
     @staticmethod
     def _disproof(parts: list[Part]) -> str | None:
@@ -195,8 +266,8 @@ class HierarchyKVCacheTransfer:
         Answers OffloadCopied when the host has the blocks, OffloadStored when the store writes have ended.
         """
         try:
-            parts = self._parts(plan)
-            wait = self._copier.offload(parts)
+            parts = [part for part in self._parts(plan) if self._cache_of(part).layout.kept_by(self._rank)]
+            wait = self._copier.offload(parts) if parts else _nothing_to_wait_for
         except (TransferError, RuntimeError) as error:  # the engine rolls back on a short count; the worker lives on
             self._offload_failed(plan, error)
             return
@@ -214,17 +285,18 @@ class HierarchyKVCacheTransfer:
         try:
             wait(self._config.worker_timeout_s)
             for domain, mapping in parts:
-                cache = domain.caches[BlockType(mapping.block_type)]
+                cache = self._cache_of((domain, mapping))
                 hashes = split_hashes(mapping.hashes)
                 for block, block_hash in zip(mapping.host.tolist(), hashes, strict=True):
                     write_trailer(cache, block, block_hash)
         except Exception as error:
             self._offload_failed(plan, error)
             return
-        self._stats.add("d2h", self._payload_bytes(parts), time.perf_counter() - start)
+        if parts:
+            self._stats.add("d2h", self._payload_bytes(parts), time.perf_counter() - start)
         copied = sum(len(mapping.device) for mapping in plan.target_mappings)
         self._answer(OffloadCopied(plan.transfer_id, self._rank, copied))
-        if plan.put and self.store is not None:
+        if plan.put and self._config.enable_kvcache_store:
             self._threads["store-put"].submit(self._put, plan)
         else:
             self._answer(OffloadStored(plan.transfer_id, self._rank, 0))
@@ -232,10 +304,12 @@ class HierarchyKVCacheTransfer:
     def _put(self, plan: TransferKvBlocks) -> None:
         stored = 0
         try:
-            assert self.store is not None
             for mapping in plan.target_mappings:
-                hashes = split_hashes(mapping.hashes)
-                stored += self.store.put(BlockType(mapping.block_type), mapping.host.tolist(), hashes)
+                block_type, hashes = BlockType(mapping.block_type), split_hashes(mapping.hashes)
+                if self.store is None or not self._keeps(block_type):
+                    stored += len(hashes)
+                else:
+                    stored += self.store.put(block_type, mapping.host.tolist(), hashes)
         except Exception:  # a write-back that does not reach the store is a later miss, nothing else
             log.exception("store writes of %d failed", plan.transfer_id)
             self._stats.fail("h2g", "exception")
@@ -248,9 +322,11 @@ class HierarchyKVCacheTransfer:
         self._threads["store-get"].submit(self._prefetch, plan)
 
     def _prefetch(self, plan: PrefetchFromStorage) -> None:
-        hits = bytes(len(plan.host))
+        hits = bytes([MISS]) * len(plan.host)
         try:
-            if self.store is not None:
+            if not self._keeps(BlockType(plan.block_type)):
+                hits = bytes([HIT]) * len(plan.host)  # rank 0 reads them into the memory that all map
+            elif self.store is not None:
                 hashes = split_hashes(plan.hashes)
                 hits = self.store.prefetch(BlockType(plan.block_type), plan.host.tolist(), hashes)
         except Exception:  # a failed read is a miss

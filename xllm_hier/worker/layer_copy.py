@@ -86,9 +86,9 @@ class Copier(Protocol):
 
     name: str
 
-    def attach(self, domains: Sequence[CacheDomain], memory: HostMemory) -> None:
-        """Learn where the blocks of `domains` lie in both tiers; once, before the first copy. `memory` holds all their
-        host blocks and is pinned as one region where the device wants that."""
+    def attach(self, domains: Sequence[CacheDomain], memories: Sequence[HostMemory]) -> None:
+        """Learn where the blocks of `domains` lie in both tiers; once, before the first copy. `memories` hold all their
+        host blocks; each is pinned as one region where the device wants that."""
 
     def load(self, batch_id: int, parts: Sequence[Part], groups: Sequence[range]) -> LayerSynchronizer:
         """Start copying host blocks to device blocks, group by group; returns at once."""
@@ -114,7 +114,7 @@ class TorchCopier:
     def __init__(self) -> None:
         self._thread = one_thread("h2d")
 
-    def attach(self, domains: Sequence[CacheDomain], memory: HostMemory) -> None:
+    def attach(self, domains: Sequence[CacheDomain], memories: Sequence[HostMemory]) -> None:
         pass
 
     def load(self, batch_id: int, parts: Sequence[Part], groups: Sequence[range]) -> LayerSynchronizer:
@@ -233,8 +233,9 @@ class NativeCopier:
         self._stream = stream
         self._tables: dict[tuple[CacheDomain, str], _native.Table] = {}
 
-    def attach(self, domains: Sequence[CacheDomain], memory: HostMemory) -> None:
-        self._copier.register_region(memory.address, memory.array.nbytes, kind="host", owner=memory)
+    def attach(self, domains: Sequence[CacheDomain], memories: Sequence[HostMemory]) -> None:
+        for memory in memories:
+            self._copier.register_region(memory.address, memory.array.nbytes, kind="host", owner=memory)
         for domain in domains:
             for block_type, cache in domain.caches.items():
                 self._tables[domain, block_type.value] = self._table(cache)

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from tqdm import tqdm
 from ..block import BlockType, CacheRole
 from ..config import EngineConfig
 from ..errors import XllmError
+from ..models.parallel import TensorParallel
 from ..plans import (
     Forward,
     ForwardOutput,
@@ -41,6 +43,7 @@ from .kv_cache_transfer import HierarchyKVCacheTransfer
 from .layer_copy import LayerSynchronizer
 from .model_runner import ModelOutput, ModelRunner
 from .mooncake_client import set_environment
+from .plan_digest import PlanDigest
 from .platform import Platform
 from .transfer_stats import TransferStats
 
@@ -48,14 +51,18 @@ log = logging.getLogger("xllm.worker")
 
 POLL_S = 0.2
 STUCK_EXIT_CODE = 3
+_PATIENCE_S = 30.0
 
 
 class Worker:
     """One rank: model runner, transfers, and the two channels to the engine."""
 
-    def __init__(self, config: EngineConfig, rank: int, plans: Channel, answers: Channel) -> None:
+    def __init__(
+        self, config: EngineConfig, parallel: TensorParallel, plans: Channel, answers: Channel, meeting: Path
+    ) -> None:
         self.config = config
-        self.rank = rank
+        self.parallel = parallel
+        self.rank = rank = parallel.rank
         self._plans = plans
         self._answers = answers
         self._answer_lock = threading.Lock()
@@ -63,10 +70,10 @@ class Worker:
         self._stop = threading.Event()
         self.stats = TransferStats()
         self.platform = Platform.choose(config, rank)
-        self.runner = ModelRunner(config, platform=self.platform)
+        self.runner = ModelRunner(config, progress=rank == 0, platform=self.platform, parallel=parallel)
         layout = self.runner.layout.of(BlockType.KV)
-        block_bytes = layout.payload_bytes
-        self.num_device_blocks = self.platform.num_device_blocks(config, block_bytes)
+        num_blocks = self.platform.num_device_blocks(config, layout.payload_bytes)
+        self.num_device_blocks = parallel.agree(num_blocks, device=self.platform.device)
         host_enabled = config.host_cache_enabled
         self.num_host_blocks = int(self.num_device_blocks * config.host_blocks_factor) if host_enabled else 0
         caches = allocate_device_cache(layout, self.num_device_blocks, self.platform.device)
@@ -78,11 +85,14 @@ class Worker:
             rank,
             self.stats,
             self.answer,
-            numerics_id=str(self.runner.details.get("numerics_id", "")),
+            numerics_id=str(self.runner.details["numerics_id"]) if rank == 0 else "",  # one mark per instance
             copier=self.platform.copier(config),
+            meeting=meeting,
         )
         self.transfer.register(domain)
         self.transfer.build(self.num_host_blocks)
+        self._digest = PlanDigest()
+        self._doing = "nothing"
         self._receiver = threading.Thread(target=self._receive, name="plans", daemon=True)
 
     def answer(self, message: Any) -> None:
@@ -109,6 +119,7 @@ class Worker:
                     "block_size": layout.block_size,
                     "schema_hash": layout.schema_hash,
                     "store_state": self.transfer.store_state,
+                    "host_bytes": self.transfer.host_bytes,
                 },
             )
         )
@@ -140,6 +151,10 @@ class Worker:
     def _on_call(self, call: WorkerCall) -> None:
         if call.method == "stop":
             self._stop.set()
+        elif call.method == "ping":
+            self.answer(
+                WorkerResult(call.call_id, self.rank, {"doing": self._doing, "collectives": self.parallel.calls})
+            )
         elif call.method == "stats":
             state = {"store_state": self.transfer.store_state}
             self.answer(WorkerResult(call.call_id, self.rank, {**self.stats.snapshot(), **state}))
@@ -151,15 +166,19 @@ class Worker:
     # ------------------------------------------------------------------------------------------------ plans
 
     def _execute(self, plan: Any) -> None:
+        if not isinstance(plan, (Forward, TransferBlocks, TransferKvBlocks)):
+            log.error("the engine sent a %s", type(plan).__name__)
+            return
+        self._digest.add(plan)
         if isinstance(plan, Forward):
+            self._doing = f"step {plan.step_id}"
             self.answer(self._forward(plan))
+            self._doing = "nothing"
         elif isinstance(plan, TransferBlocks):
             scheduled = self.transfer.load_from_host(plan)
             self.answer(TransferAck(plan.batch_id, self.rank, scheduled))
-        elif isinstance(plan, TransferKvBlocks):
-            self.transfer.offload(plan)
         else:
-            log.error("the engine sent a %s", type(plan).__name__)
+            self.transfer.offload(plan)
 
     def _forward(self, plan: Forward) -> ForwardOutput:
         loads = self.transfer.attach_loads()
@@ -184,6 +203,7 @@ class Worker:
             time.perf_counter() - start - waiter.waited_s,
             waiter.waited_s,
             error,
+            self._digest.view(plan, [load.batch_id for load in loads], self.parallel.calls),
         )
 
 
@@ -211,9 +231,16 @@ class LoadWaiter:
 
 
 def run_worker(
-    config: EngineConfig, rank: int, addresses: tuple[str, str], ready: Callable[[dict[str, Any]], None]
+    config: EngineConfig,
+    rank: int,
+    addresses: tuple[str, str],
+    ready: Callable[[dict[str, Any]], None],
+    meeting: Path,
 ) -> int:
-    """Body of a worker process. Returns the exit code; ends the process at once when a store call is stuck."""
+    """Body of a worker process; `meeting` is a folder that the ranks of this instance, and no others, see.
+
+    Returns the exit code; ends the process at once when a store call is stuck.
+    """
     set_environment(config.log_level)
     tqdm.set_lock(threading.RLock())  # its own is a named semaphore, which SIGKILL would leave in /dev/shm
     context: zmq.Context[Any] = zmq.Context()
@@ -221,7 +248,8 @@ def run_worker(
     answers = Channel(context, addresses[1], bind=False)
     torch.set_grad_enabled(False)
     try:
-        worker = Worker(config, rank, plans, answers)
+        parallel = _join(config, rank, meeting)
+        worker = Worker(config, parallel, plans, answers, meeting)
         signal.signal(signal.SIGTERM, lambda *_: worker.stop())
         ready({"rank": rank, **worker.runner.details})
         worker.run()
@@ -231,7 +259,17 @@ def run_worker(
     if not worker.transfer.close():
         os._exit(STUCK_EXIT_CODE)
     worker._receiver.join(2 * POLL_S)
+    parallel.leave()
     plans.close()
     answers.close()
     context.term()
     return 0
+
+
+def _join(config: EngineConfig, rank: int, meeting: Path) -> TensorParallel:
+    """Meet the other ranks. Collectives outlast the engine's patience, so that it is the engine who says who hangs."""
+    platform = Platform.choose(config, rank)
+    limit_s = max(config.worker_timeout_s, config.startup_timeout_s) + _PATIENCE_S
+    return TensorParallel.join(
+        rank, config.tp_size, meeting, platform.distributed_backend, limit_s, fixed_order=config.batch_invariant
+    )
