@@ -1,4 +1,4 @@
-"""One rank of two dies or stands still, before, in and after a transfer: who waits is told which rank it was, and soon."""
+"""One rank of two dies or stands still before, in and after a transfer: who waits is told which rank, and soon."""
 
 from __future__ import annotations
 
