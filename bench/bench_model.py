@@ -25,8 +25,7 @@ def bench_model(**changes: int) -> Path:
     from safetensors.torch import save_file
 
     shape = SHAPE | changes
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "xllm_hier"
-    folder = cache / ("bench-" + "-".join(str(value) for value in shape.values()))
+    folder = _cache() / ("bench-" + "-".join(str(value) for value in shape.values()))
     if (folder / "model.safetensors").exists():
         return folder
     hidden, ffn, head = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
@@ -73,3 +72,40 @@ def bench_model(**changes: int) -> Path:
     except OSError:  # another bench was quicker
         shutil.rmtree(scratch)
     return folder
+
+
+def latent_model() -> Path:
+    """Folder of a small random DeepSeek-V2 without experts: latents of 512 + 64 columns, 8 heads, 4 layers."""
+    import torch
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    folder = _cache() / "bench-latent"
+    if (folder / "config.json").exists():
+        return folder
+    config = DeepseekV2Config(
+        vocab_size=1024,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=64,
+        v_head_dim=64,
+        first_k_dense_replace=4,
+        max_position_embeddings=16384,
+    )
+    torch.manual_seed(0)
+    scratch = folder.with_suffix(f".{os.getpid()}")
+    DeepseekV2ForCausalLM(config).to(torch.bfloat16).save_pretrained(scratch)
+    try:
+        scratch.rename(folder)
+    except OSError:  # somebody else was quicker
+        shutil.rmtree(scratch)
+    return folder
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "xllm_hier"

@@ -75,7 +75,7 @@ class EngineConfig:
     block_size: int = _setting(
         0, CACHE, "tokens per block; 0 = 32 on cpu, 128 on npu, 256 on cuda", unit="tokens", low=0
     )
-    max_cache_size: int = _setting(0, CACHE, "device cache; 0 = from free memory", unit="bytes", low=0)
+    max_cache_size: int = _setting(0, CACHE, "device cache of each worker; 0 = from free memory", unit="bytes", low=0)
     max_memory_utilization: float = _setting(
         0.8,
         CACHE,

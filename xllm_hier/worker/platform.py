@@ -164,17 +164,19 @@ class Platform:
     def num_device_blocks(self, config: EngineConfig, block_bytes: int) -> int:
         """Blocks of the device cache: `max_cache_size`, or what free memory allows.
 
-        On cpu host and device blocks share the memory, and without `max_cache_size` no more than 1 GiB is taken.
+        On cpu host and device blocks of all ranks share the memory, and without `max_cache_size` the ranks together take
+        no more than 1 GiB.
 
         Raises:
             ConfigError: not even one block fits.
         """
         factor = config.host_blocks_factor if config.host_cache_enabled else 0.0
-        free = int(self.free_memory_bytes() * config.max_memory_utilization)
+        ranks_here = config.tp_size if self.name == "cpu" else 1
+        free = int(self.free_memory_bytes() * config.max_memory_utilization) // ranks_here
         if config.max_cache_size:
             budget = config.max_cache_size
         elif self.name == "cpu":
-            budget = min(int(free / (1.0 + factor)), CPU_CACHE_LIMIT)
+            budget = min(int(free / (1.0 + factor)), CPU_CACHE_LIMIT // ranks_here)
         else:
             budget = free
         if budget > free:
