@@ -82,6 +82,18 @@ def test_the_second_call_is_served_from_each_tier_with_the_same_tokens(llm: LLM)
     assert paid == [(0, 0, 0, 50), (48, 0, 0, 2), (0, 48, 0, 2), (0, 0, 48, 2)]
 
 
+def test_two_ranks_answer_as_one_and_a_number_that_cannot_be_is_told_with_those_that_can(llm: LLM, tiny: Path) -> None:
+    prompts = [prompt_of(seed, 50) for seed in (1, 2)]
+    alone = [answer.outputs[0].token_ids for answer in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    with LLM(tiny, tp_size=2, block_size=BLOCK, max_cache_size=8 << 20, log_level="warning") as pair:
+        together = [answer.outputs[0].token_ids for answer in pair.generate(prompts, GREEDY, use_tqdm=False)]
+        block_bytes = 2 * 2 * BLOCK * 12 * 4  # two layers, key and value, the one KV head of each rank
+        assert pair.stats()["tier_bytes"]["device"] == 2 * ((8 << 20) // block_bytes * block_bytes)
+    assert together == alone
+    with pytest.raises(ConfigError, match=r"tp_size=3 .*one of 1, 2 for this model"):
+        LLM(tiny, tp_size=3, log_level="warning")
+
+
 def test_clear_cache_and_stats_tell_what_there_was(llm: LLM) -> None:
     settle(llm)
     llm.clear_cache()

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from serving import running_store, wait_for
+from serving import Server, running_store, store_flags, wait_for
+from tiny_models import make, random_prompt
 
 from xllm_hier.block import BlockLayout, BlockType, CacheLayout, CacheRole, TensorSpec
 from xllm_hier.config import EngineConfig
@@ -290,3 +291,29 @@ def test_a_pool_that_cannot_be_shared_is_replaced_by_memory_that_can(
     instance.load(BLOCKS, OTHER_HOST)
     assert all(torch.equal(rank.content(BLOCKS), expected) for rank in instance.ranks)
     instance.close()
+
+
+def test_two_ranks_of_a_model_with_latents_take_the_host_memory_and_the_store_of_one(
+    store: EmbeddedStore, tmp_path: Path
+) -> None:
+    """On real processes; then one rank finds what two have written, and the other way round."""
+    folder = make(tmp_path / "tiny", "deepseek_v2")
+    prompt = random_prompt(200)
+    flags = ["--block_size=16", "--max_cache_size=4MB", *store_flags(store)]
+    seen = {}
+    for tp_size in (2, 1):
+        with Server(folder, *flags, f"--tp_size={tp_size}", f"--model_id=of-{tp_size}") as server:
+            server.ask(prompt, 1)
+            stats = server.wait_quiet()
+            moved = {kind: stats["transfer_bytes"][kind] for kind in ("d2h", "h2g")}
+            seen[tp_size] = (stats["tier_bytes"]["host"], moved, len([key for key in keys(store) if "of-" in key]))
+            server.clear("store")
+    assert seen[1] == seen[2] and seen[1][2] == 12
+    tokens = set()
+    for tp_size, cached in ((2, 0), (1, 192), (2, 192)):
+        with Server(folder, *flags, f"--tp_size={tp_size}") as server:
+            answer = server.ask(prompt)
+            tokens.add(tuple(answer.token_ids))
+            assert answer.cached == (0, 0, cached)
+            server.wait_quiet()
+    assert len(tokens) == 1

@@ -119,6 +119,10 @@ class _EngineCollector(Collector):
         values = self._stats.values
         yield from _prefix(values)
         yield _blocks(values.get("blocks", {}))
+        sizes = GaugeMetricFamily("xllm_tier_bytes", "memory of a tier on this machine, all ranks", labels=["tier"])
+        for tier, nbytes in values.get("tier_bytes", {}).items():
+            sizes.add_metric([tier], nbytes)
+        yield sizes
         yield from _transfers(values)
         state = GaugeMetricFamily("xllm_store_state", "1 for the state the store is in", labels=["state"])
         for name in STORE_STATES:

@@ -91,6 +91,11 @@ class EngineCore:
         )
         self.max_model_len = min(first.max_model_len, num_device_blocks * self.block_size)
         self.vocab_size = first.vocab_size
+        # What all ranks hold alike lies on the host once, and counts once.
+        self._tier_bytes = {
+            "device": sum(answer.num_device_blocks * answer.block_bytes for answer in ready),
+            "host": sum(int(answer.details.get("host_bytes", 0)) for answer in ready),
+        }
         self.ready = ready
         self._forward_outputs: dict[int, ForwardOutput] = {}
         self._questions: dict[int, _WorkerQuestion] = {}
@@ -328,7 +333,7 @@ class EngineCore:
             "num_host_blocks": self.manager.host.num_blocks,
             "store_state": self._worker_stats.get("store_state", "detached"),
             "tp_size": self.workers.num_workers,
-            "host_bytes": sum(int(answer.details.get("host_bytes", 0)) for answer in self.ready),
+            "tier_bytes": self._tier_bytes,
             "details": self.ready[0].details,
         }
 
@@ -341,6 +346,7 @@ class EngineCore:
             **self._worker_stats,
             "transfer_failures": [*failures, ["g2h", "timeout", manager.num_prefetch_timeouts]],
             "blocks": manager.block_counts(),
+            "tier_bytes": self._tier_bytes,
             "prefix_tokens": dict(manager.prefix_tokens),
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),

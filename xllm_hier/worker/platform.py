@@ -164,8 +164,8 @@ class Platform:
     def num_device_blocks(self, config: EngineConfig, block_bytes: int) -> int:
         """Blocks of the device cache: `max_cache_size`, or what free memory allows.
 
-        On cpu host and device blocks of all ranks share the memory, and without `max_cache_size` the ranks together take
-        no more than 1 GiB.
+        On cpu host and device blocks of all ranks share the memory, and without `max_cache_size` the ranks take no more
+        than 1 GiB together.
 
         Raises:
             ConfigError: not even one block fits.
