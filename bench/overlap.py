@@ -47,7 +47,7 @@ def measure(threads: int, repetitions: int, rates: list[float], groups: list[int
     host = torch.from_numpy(memory.array).view(blocks, layout.object_bytes)
     domain.caches[BlockType.KV] = BlockCache(layout, [as_bytes(cache) for cache in caches], host)
     copier = NativeCopier("cpu", threads=1, device=0, stream=lambda: None)
-    copier.attach([domain], memory)
+    copier.attach([domain], [memory])
     restored = ints(range(PREFIX // BLOCK_SIZE))
     mapping = BlockMapping(BlockType.KV.value, restored, restored, b"")
     copier.offload([(domain, mapping)])(60)

@@ -107,9 +107,9 @@ class Client:
 
 @contextmanager
 def serving(model: Path, **settings: Any) -> Iterator[Client]:
-    """An instance of `model` with `settings`, stopped at the end."""
+    """An instance of `model` with `settings`, stopped at the end; it restores whatever can be, to be measured."""
     configure_logging("warning", "bench")
-    config = EngineConfig(model=str(model), port=0, log_level="warning", **settings)
+    config = EngineConfig(model=str(model), port=0, log_level="warning", **{"restore_policy": "always", **settings})
     instance = Instance(config)
     instance.start()
     try:

@@ -368,7 +368,7 @@ class Caches:
         self.domain = CacheDomain(CacheRole.TARGET, "main", CacheLayout(CacheRole.TARGET, (layout,)))
         self.domain.caches[BlockType.KV] = self.cache
         self.copier = NativeCopier(place.device, threads=2, device=0, stream=place.stream)
-        self.copier.attach([self.domain], self._memory)
+        self.copier.attach([self.domain], [self._memory])
         self._batches = iter(range(10**9))
 
     def fill(self, seed: int) -> None:

@@ -36,10 +36,14 @@ def wait_for(what: Callable[[], Any], timeout_s: float = QUIET_S, every_s: float
 
 
 class Server:
-    """One serving instance in a process of its own; `stop` or the context manager ends it."""
+    """One serving instance in a process of its own; `stop` or the context manager ends it.
+
+    It restores whatever can be, unless told otherwise: tiny models compute faster than a busy machine reads.
+    """
 
     def __init__(self, model: Path | str, *flags: str, environ: dict[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "xllm_hier.serve", f"--model={model}", "--port=0", *flags]
+        command = [sys.executable, "-m", "xllm_hier.serve", f"--model={model}", "--port=0"]
+        command += ["--restore_policy=always", *flags]
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by stop
         self.process = subprocess.Popen(
             command,

@@ -13,7 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from xllm_hier.engine.block_manager import HierarchyBlockManagerPool
+from xllm_hier.engine.restore_policy import RestorePolicy
 from xllm_hier.engine.scheduler import Scheduler
+from xllm_hier.engine.store_reads import ReadLimits
 from xllm_hier.hashing import HASH_BYTES
 from xllm_hier.plans import (
     UNKNOWN,
@@ -188,7 +190,7 @@ class SimulatedWorkers:
 
             def answer(manager: HierarchyBlockManagerPool, rank: int = rank, bits: bytes = bits) -> None:
                 fill()
-                manager.on_prefetch_answer(PrefetchAnswer(plan.prefetch_id, plan.offset, rank, bits))
+                manager.store_reads.on_answer(PrefetchAnswer(plan.prefetch_id, plan.offset, rank, bits))
                 if rank == bad_rank:
                     self.pending.append(write_late)
 
@@ -255,6 +257,8 @@ class Simulation:
     max_seqs: int = 4
     chunk_tokens: int = 8
     prefetch_batch_size: int = 2
+    prefetch_deadline_ms: int = 0
+    policy: RestorePolicy | None = None
     enable_prefix_cache: bool = True
     faults: Faults = field(default_factory=Faults)
     share: float = 1.0  # of the pending answers that arrive per step
@@ -279,8 +283,8 @@ class Simulation:
             enable_prefix_cache=self.enable_prefix_cache,
             store_enabled=self.store,
             decode_kv_reuse=self.decode_kv_reuse,
-            prefetch_batch_size=self.prefetch_batch_size,
-            prefetch_timeout_ms=0,
+            limits=ReadLimits(self.prefetch_batch_size, timeout_ms=0, deadline_ms=self.prefetch_deadline_ms),
+            policy=self.policy,
         )
         self.scheduler = Scheduler(
             self.manager, max_tokens=self.max_tokens, max_seqs=self.max_seqs, chunk_tokens=self.chunk_tokens

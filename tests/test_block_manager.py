@@ -7,8 +7,8 @@ import random
 import pytest
 from simulated_workers import Simulation, reference
 
-from xllm_hier.engine.block_manager import QUARANTINE_S
 from xllm_hier.engine.prefetch import PrefetchResult
+from xllm_hier.engine.store_reads import QUARANTINE_S, ReadLimits
 from xllm_hier.plans import (
     HIT,
     MISS,
@@ -110,8 +110,8 @@ def test_a_block_that_one_rank_lacks_is_a_miss_for_all() -> None:
     simulation.workers.pending.clear()
     simulation.workers.host[batch.host[0]] = list(simulation.workers.store[batch.hashes[:16]])
     manager = simulation.manager
-    manager.on_prefetch_answer(PrefetchAnswer(batch.prefetch_id, 0, 0, b"\1\1\1\1"))
-    manager.on_prefetch_answer(PrefetchAnswer(batch.prefetch_id, 0, 1, b"\1\0\1\1"))
+    manager.store_reads.on_answer(PrefetchAnswer(batch.prefetch_id, 0, 0, b"\1\1\1\1"))
+    manager.store_reads.on_answer(PrefetchAnswer(batch.prefetch_id, 0, 1, b"\1\0\1\1"))
     simulation.run()
     assert simulation.usage(request_id) == (0, 0, 4, 13)
 
@@ -172,9 +172,9 @@ def test_late_double_and_unknown_answers_are_ignored() -> None:
     answers, simulation.workers.pending = simulation.workers.pending, []
     for answer in (*answers, *answers):
         answer(simulation.manager)
-    simulation.manager.on_prefetch_answer(PrefetchAnswer(10**6, 0, 0, b"\1"))
+    simulation.manager.store_reads.on_answer(PrefetchAnswer(10**6, 0, 0, b"\1"))
     simulation.run()
-    simulation.manager.on_prefetch_answer(PrefetchAnswer(batch.prefetch_id, 0, 0, b"\0\0"))
+    simulation.manager.store_reads.on_answer(PrefetchAnswer(batch.prefetch_id, 0, 0, b"\0\0"))
     simulation.manager.check()
     assert simulation.answered[request_id] == reference(PROMPT, 3)
 
@@ -198,7 +198,7 @@ def test_a_request_whose_blocks_are_all_here_does_not_wait_for_anothers_read() -
 
 def test_the_target_of_a_read_that_may_still_write_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("xllm_hier.engine.block_manager.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
     simulation = Simulation(prefetch_batch_size=4)
     warm(simulation, clear=("device", "host"))
     simulation.add(PROMPT)
@@ -206,39 +206,56 @@ def test_the_target_of_a_read_that_may_still_write_is_left_alone_for_a_while(mon
     simulation.workers.pending.clear()
     simulation.workers.host[batch.host[0]] = list(simulation.workers.store[batch.hashes[:16]])
     answer = bytes([HIT, UNKNOWN, HIT, MISS])
-    simulation.manager.on_prefetch_answer(PrefetchAnswer(batch.prefetch_id, 0, 0, answer))
+    simulation.manager.store_reads.on_answer(PrefetchAnswer(batch.prefetch_id, 0, 0, answer))
     simulation.run()
     manager = simulation.manager
-    assert [block for _, block in manager.quarantine] == [batch.host[1]]
+    assert [block for _, block in manager.store_reads.quarantine] == [batch.host[1]]
     assert manager.block_counts()["host"]["KV"]["quarantined"] == 1
     assert manager.block_counts()["host"]["KV"]["pinned"] == 0
     taken = manager.host.allocate(manager.host.num_available)
     assert taken is not None and batch.host[1] not in taken
     now[0] += QUARANTINE_S - 1
-    manager.release_quarantine()
+    manager.store_reads.release_quarantine()
     assert manager.host.num_available == 0
     now[0] += 2
-    manager.release_quarantine()
+    manager.store_reads.release_quarantine()
     assert manager.host.allocate(1) == [batch.host[1]]
 
 
-def test_a_read_that_never_ends_is_given_up_and_its_targets_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("deadline_ms", [0, 250])
+def test_a_read_given_up_leaves_its_targets_alone_until_every_rank_has_ended_it(
+    monkeypatch: pytest.MonkeyPatch, deadline_ms: int
+) -> None:
+    """By the deadline where there is one, else by the limit of silence. Two ranks read; one may write even later."""
     now = [100.0]
-    monkeypatch.setattr("xllm_hier.engine.block_manager.time.monotonic", lambda: now[0])
-    simulation = Simulation(prefetch_batch_size=4)
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    simulation = Simulation(num_workers=2, prefetch_batch_size=4, prefetch_deadline_ms=deadline_ms)
     warm(simulation, clear=("device", "host"))
     request_id = simulation.add(PROMPT)
-    simulation.share = 0.0
+    (batch,) = sent(simulation, PrefetchFromStorage)
+    simulation.workers.pending.clear()
+    reads = simulation.manager.store_reads
+    now[0] += deadline_ms / 1000 if deadline_ms else ReadLimits().silence_s
     simulation.step()
-    assert request_id not in simulation.answered
-    now[0] += simulation.manager.transfer_limit_s + 1
+    assert request_id not in simulation.answered, "not before the limit"
+    now[0] += 0.01
     for _ in range(12):
         simulation.step()
-    assert simulation.answered[request_id] == reference(PROMPT, 3)
-    assert len(simulation.manager.quarantine) == 4
-    simulation.share = 1.0
-    simulation.run()  # the answer that comes after all is ignored
+    assert simulation.answered[request_id] == reference(PROMPT, 3) and reads.num_timeouts == 1
     assert simulation.usage(request_id) == (0, 0, 0, 17)
+    simulation.run()
+    assert reads.num_left_alone == 4 == simulation.manager.host.num_pinned
+    now[0] += 10 * QUARANTINE_S
+    reads.release_quarantine()
+    assert reads.num_left_alone == 4, "however long it takes"
+    reads.on_answer(PrefetchAnswer(batch.prefetch_id, 0, 1, bytes([HIT, UNKNOWN, MISS, HIT])))
+    reads.on_answer(PrefetchAnswer(batch.prefetch_id, 0, 1, bytes(4)))  # once more: nothing to it
+    assert reads.num_left_alone == 4, "the other rank still reads"
+    reads.on_answer(PrefetchAnswer(batch.prefetch_id, 0, 0, bytes([HIT] * 4)))
+    assert [block for _, block in reads.quarantine] == [batch.host[1]] and reads.num_left_alone == 1
+    now[0] += QUARANTINE_S
+    reads.release_quarantine()
+    assert reads.num_left_alone == 0 == simulation.manager.host.num_pinned
 
 
 # ----------------------------------------------------------------------------------- the result matrix

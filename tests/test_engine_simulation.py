@@ -21,8 +21,9 @@ def shared_prompts(dice: random.Random) -> list[list[int]]:
 def assert_at_rest(simulation: Simulation) -> None:
     """No block is held but by quarantine, and no table of the books has an entry left."""
     manager = simulation.manager
-    assert manager.device.num_pinned == 0 and manager.host.num_pinned == len(manager.quarantine)
-    tables = [manager._prefetches, manager._prefetch_of, manager._fetching, manager._awaited, manager._filling]
+    reads = manager.store_reads
+    assert manager.device.num_pinned == 0 and manager.host.num_pinned == reads.num_left_alone == len(reads.quarantine)
+    tables = [reads._prefetches, reads._prefetch_of, reads._fetching, reads._awaited, reads._orphans, manager._filling]
     tables += [
         manager._planned_loads,
         manager._batches,
@@ -30,8 +31,8 @@ def assert_at_rest(simulation: Simulation) -> None:
         manager.write_back._offloading,
         manager.write_back._offloads,
     ]
-    assert not any(tables) and manager._num_prefetch_targets == manager._num_mounted == 0
-    for pool, left in ((manager.device, 0), (manager.host, len(manager.quarantine))):
+    assert not any(tables) and reads._num_targets == reads._num_mounted == 0
+    for pool, left in ((manager.device, 0), (manager.host, len(manager.store_reads.quarantine))):
         pool.clear()
         assert pool.num_free == pool.num_blocks - left
         assert not pool._num_children and not pool._num_pinned_children

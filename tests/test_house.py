@@ -24,6 +24,8 @@ FLOORS = [
         "engine.prefetch",
         "engine.sequence",
         "engine.write_back",
+        "engine.restore_policy",
+        "engine.store_reads",
         "engine.block_manager",
         "engine.scheduler",
     ],

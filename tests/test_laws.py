@@ -403,8 +403,8 @@ def test_targets_of_missed_blocks_return_and_hit_ones_are_cached_even_behind_the
     (plan,) = sent(simulation, PrefetchFromStorage)
     manager = simulation.manager
     assert manager.host.num_pinned == 4
-    manager.on_prefetch_answer(PrefetchAnswer(plan.prefetch_id, 0, 0, b"\1\1\1\1"))
-    manager.on_prefetch_answer(PrefetchAnswer(plan.prefetch_id, 0, 1, b"\1\0\1\1"))
+    manager.store_reads.on_answer(PrefetchAnswer(plan.prefetch_id, 0, 0, b"\1\1\1\1"))
+    manager.store_reads.on_answer(PrefetchAnswer(plan.prefetch_id, 0, 1, b"\1\0\1\1"))
     assert manager.update_prefetch_result(sequence)
     assert manager.block_counts()["host"]["KV"] == {"free": 13, "pinned": 1, "evictable": 2, "quarantined": 0}
     assert list(sequence.mounted) == [0]
@@ -444,6 +444,9 @@ class SilentWorkers:
         self.sent.append(message)
 
     def receive(self, timeout_s: float, also: Any = None) -> list[Any]:
+        return []
+
+    def take_states(self) -> list[tuple[int, dict[str, Any]]]:
         return []
 
     def check_alive(self) -> None:

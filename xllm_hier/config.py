@@ -102,6 +102,13 @@ class EngineConfig:
         choices=("auto", "native", "torch"),
     )
     copy_threads: int = _setting(1, CACHE, "threads of the native copier on cpu, beside those of torch", low=1, high=64)
+    restore_policy: str = _setting(
+        "measured",
+        CACHE,
+        "measured = what would take longer to restore than to compute, by the rates measured so far, is computed; "
+        "always = whatever can be restored is",
+        choices=("measured", "always"),
+    )
     decode_kv_reuse: str = _setting(
         "canonical",
         CACHE,
@@ -137,6 +144,14 @@ class EngineConfig:
         30000,
         STORE,
         "after it no new prefetch batch is issued; batches in flight are awaited; 0 = for ever",
+        unit="ms",
+        low=0,
+    )
+    prefetch_deadline_ms: int = _setting(
+        0,
+        STORE,
+        "after it a request waits for no store read any more; what its reads write to stays untouched until they have "
+        "ended; 0 = no deadline",
         unit="ms",
         low=0,
     )

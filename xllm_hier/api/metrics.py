@@ -123,6 +123,13 @@ class _EngineCollector(Collector):
         for tier, nbytes in values.get("tier_bytes", {}).items():
             sizes.add_metric([tier], nbytes)
         yield sizes
+        decisions = CounterMetricFamily(
+            "xllm_restore_decisions", "requests by tier and what was done with their hits", labels=["tier", "decision"]
+        )
+        for tier, counts in values.get("restore_decisions", {}).items():
+            for decision, count in counts.items():
+                decisions.add_metric([tier, decision], count)
+        yield decisions
         yield from _transfers(values)
         state = GaugeMetricFamily("xllm_store_state", "1 for the state the store is in", labels=["state"])
         for name in STORE_STATES:

@@ -2,53 +2,24 @@
 
 The three phases of the specification are `prefetch_from_storage` / `update_prefetch_result` (G2H), `allocate` /
 `transfer_blocks` (H2D), and `deallocate` / `transfer_offload_blocks` (D2H2G). Every transfer begins with its blocks
-pinned and ends in one method that commits or rolls back: `_finish_prefetch`, `finish_step`, `_finish_copy`.
+pinned and ends in one method that commits or rolls back: `StoreReads._finish`, `finish_step`, `_finish_copy`.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections import deque
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from ..block import BlockType, common_boundary
-from ..plans import (
-    PrefetchAnswer,
-    PrefetchFromStorage,
-    PromptUsage,
-    TransferAck,
-    TransferBlocks,
-    ints,
-)
+from ..plans import PromptUsage, TransferAck, TransferBlocks
 from .block_pool import BlockPool
-from .prefetch import PrefetchResult
+from .restore_policy import RestorePolicy
 from .sequence import Sequence
+from .store_reads import ReadLimits, StoreReads
 from .write_back import WorkerLink, WriteBack, block_mapping
 
 log = logging.getLogger("xllm.engine")
-
-PREFETCH_SHARE = 0.5  # of the host pool may be read targets at once: a slow store must not starve write-backs
-PREFETCH_DEPTH = 2  # batches in flight per request: one is read while the answer to the other travels
-QUARANTINE_S = 180.0  # three times the longest store call seen; a client that stalls longer meets the trailer check
-
-
-def _now() -> float:
-    return time.monotonic()
-
-
-@dataclass(eq=False)
-class _Prefetch:
-    """One G2H operation: block `indices[c]` of the sequence is column c of the result, read into `targets[c]`."""
-
-    prefetch_id: int
-    sequence: Sequence
-    indices: list[int]
-    result: PrefetchResult
-    targets: list[int] = field(default_factory=list)
-    missed: set[bytes] = field(default_factory=set)
-    last_progress: float = field(default_factory=_now)
 
 
 @dataclass(frozen=True)
@@ -64,7 +35,7 @@ class HierarchyBlockManagerPool:
     """Device and host blocks of one instance.
 
     `num_host_blocks` 0 switches the host tier off, `store_enabled` False the store, `enable_prefix_cache` False all
-    reuse. `prefetch_timeout_ms` and `prefetch_batch_size` are the settings of those names.
+    reuse. `policy` decides what is restored; None: whatever can be.
     """
 
     def __init__(
@@ -77,9 +48,8 @@ class HierarchyBlockManagerPool:
         enable_prefix_cache: bool = True,
         store_enabled: bool = False,
         decode_kv_reuse: str = "canonical",
-        prefetch_batch_size: int = 8,
-        prefetch_timeout_ms: int = 30000,
-        transfer_limit_s: float = 300.0,
+        limits: ReadLimits | None = None,
+        policy: RestorePolicy | None = None,
     ) -> None:
         self.link = link
         self.block_size = block_size
@@ -88,24 +58,25 @@ class HierarchyBlockManagerPool:
         self.prefix_cache = enable_prefix_cache
         self.store_enabled = store_enabled and num_host_blocks > 0
         self.decode_kv_reuse = decode_kv_reuse
-        self.prefetch_batch_size = prefetch_batch_size
-        self.prefetch_timeout_ms = prefetch_timeout_ms
-        self.transfer_limit_s = transfer_limit_s
+        self.policy = policy or RestorePolicy(block_size, measured=False)
         self._next_id = 1
-        self._prefetches: dict[int, _Prefetch] = {}
-        self._prefetch_of: dict[Sequence, _Prefetch] = {}
-        self._fetching: dict[bytes, _Prefetch] = {}
-        self._awaited: dict[Sequence, _Prefetch] = {}
-        self._num_prefetch_targets = 0
-        self._num_mounted = 0
-        self.quarantine: deque[tuple[float, int]] = deque()  # (release time, host block)
         self._filling: dict[bytes, Sequence] = {}
         self._planned_loads: list[_Load] = []
         self._batches: dict[int, list[_Load]] = {}
         self._failed_acks: set[int] = set()
         self.write_back = WriteBack(link, self.device, self.host, self._new_id, store_enabled=self.store_enabled)
+        self.store_reads = StoreReads(
+            link,
+            self.device,
+            self.host,
+            self._new_id,
+            limits=limits or ReadLimits(),
+            policy=self.policy,
+            candidates=self._num_candidates,
+            restorable=self._num_restorable,
+            on_found=self.write_back.store_answers,
+        )
         self.num_failed_loads = 0
-        self.num_prefetch_timeouts = 0
         self.prefix_tokens = {"device": 0, "host": 0, "store": 0, "computed": 0}
 
     def _new_id(self) -> int:
@@ -124,6 +95,8 @@ class HierarchyBlockManagerPool:
         return min(len(sequence.tokens) // self.block_size, -(-limit // self.block_size))
 
     def _host_block(self, sequence: Sequence, index: int) -> int | None:
+        if not self.policy.loading_pays():
+            return None
         mounted = sequence.mounted.get(index)
         return mounted if mounted is not None else self.host.find(sequence.hash_of(index))
 
@@ -163,148 +136,13 @@ class HierarchyBlockManagerPool:
 
     # ------------------------------------------------------------------------------- phase 1: G2H prefetch
 
-    def prefetch_from_storage(self, sequence: Sequence, known_missing: Collection[bytes] = ()) -> bool:
-        """Begin to read what device and host lack of the prompt; False when there is nothing to wait for.
-
-        When another request reads a missing block already, this one waits for that read and then looks again, knowing
-        what that read did not find.
-        """
-        if not self.store_enabled:
-            return False
-        holes = []
-        for index in range(self._num_candidates(sequence)):
-            block_hash = sequence.hash_of(index)
-            if self.device.find(block_hash) is not None or self.host.find(block_hash) is not None:
-                continue
-            if block_hash in known_missing:
-                break
-            running = self._fetching.get(block_hash)
-            if running is not None:
-                self._awaited[sequence] = running
-                return True
-            holes.append(index)
-        self._mount(sequence)
-        if not holes:
-            return False
-        result = PrefetchResult(self.link.num_workers, len(holes), self.prefetch_batch_size, self.prefetch_timeout_ms)
-        operation = _Prefetch(self._new_id(), sequence, holes, result)
-        self._prefetches[operation.prefetch_id] = operation
-        self._prefetch_of[sequence] = operation
-        for index in holes:
-            self._fetching.setdefault(sequence.hash_of(index), operation)
-        self._issue(operation)
-        return True
-
-    def _share_left(self) -> int:
-        """Host blocks that reads and mounts may still take."""
-        return int(self.host.num_blocks * PREFETCH_SHARE) - self._num_prefetch_targets - self._num_mounted
-
-    def _mount(self, sequence: Sequence) -> None:
-        """Pin the host blocks that the device lacks, so that they are still there when the sequence is scheduled."""
-        for index in range(self._num_candidates(sequence)):
-            block_hash = sequence.hash_of(index)
-            block = self.host.find(block_hash)
-            if block is None or index in sequence.mounted or self.device.find(block_hash) is not None:
-                continue
-            if self._share_left() <= 0:
-                return  # best effort: it may be evicted before this sequence runs
-            self.host.pin(block)
-            sequence.mounted[index] = block
-            self._num_mounted += 1
-
-    def _unmount(self, sequence: Sequence, first: int = 0) -> None:
-        """Let go of the mounted blocks from block `first` on."""
-        indices = [index for index in sequence.mounted if index >= first]
-        self._num_mounted -= len(indices)
-        self.host.unpin(sequence.mounted.pop(index) for index in indices)
-
-    def _issue(self, operation: _Prefetch) -> None:
-        """Send batches until enough are in flight. Targets are reserved batch by batch, so that a prompt the store
-        has never seen evicts no more than its first batches' worth of host blocks."""
-        result, sequence = operation.result, operation.sequence
-        while result.num_in_flight < PREFETCH_DEPTH:
-            batch = result.next_batch(min(self._share_left(), self.host.num_available))
-            if batch is None:
-                return
-            offset, length = batch
-            targets = self.host.allocate(length)
-            assert targets is not None  # no more than are available were asked for
-            operation.targets.extend(targets)
-            self._num_prefetch_targets += length
-            columns = operation.indices[offset : offset + length]
-            hashes = b"".join(sequence.hash_of(index) for index in columns)
-            self.link.broadcast(
-                PrefetchFromStorage(operation.prefetch_id, offset, BlockType.KV.value, ints(targets), hashes)
-            )
-
-    def on_prefetch_answer(self, answer: PrefetchAnswer) -> None:
-        """Take a worker's bitmap; an answer nobody waits for is logged and ignored."""
-        operation = self._prefetches.get(answer.prefetch_id)
-        if operation is None or not operation.result.record(answer.rank, answer.offset, answer.hits):
-            log.warning(
-                "ignored a prefetch answer of rank %d for %d at %d", answer.rank, answer.prefetch_id, answer.offset
-            )
-            return
-        operation.last_progress = time.monotonic()
-        self._issue(operation)
+    def prefetch_from_storage(self, sequence: Sequence) -> bool:
+        """Begin to read what device and host lack of the prompt; False when there is nothing to wait for."""
+        return self.store_enabled and self.store_reads.begin(sequence)
 
     def update_prefetch_result(self, sequence: Sequence) -> bool:
         """True when nothing of the store is pending for this sequence: its hits are mounted, it may be scheduled."""
-        awaited = self._awaited.get(sequence)
-        if awaited is not None:
-            if awaited.prefetch_id in self._prefetches:
-                return sequence.aborted and self._forget_awaited(sequence)
-            self._forget_awaited(sequence)
-            return sequence.aborted or not self.prefetch_from_storage(sequence, awaited.missed)
-        operation = self._prefetch_of.get(sequence)
-        if operation is None:
-            return True
-        if sequence.aborted:
-            operation.result.request_stop()
-        if time.monotonic() - operation.last_progress > self.transfer_limit_s:
-            log.error("a store read got no answer within %g s and is given up", self.transfer_limit_s)
-            operation.result.abandon()
-        self._issue(operation)  # also where the time limit is noticed
-        if not operation.result.completed():
-            return False
-        self._finish_prefetch(operation)
-        return True
-
-    def _forget_awaited(self, sequence: Sequence) -> bool:
-        del self._awaited[sequence]
-        return True
-
-    def _finish_prefetch(self, operation: _Prefetch) -> None:
-        """Publish the hits to the host prefix, release the misses, keep mounted what is contiguous."""
-        sequence = operation.sequence
-        del self._prefetches[operation.prefetch_id]
-        del self._prefetch_of[sequence]
-        for index in operation.indices:
-            if self._fetching.get(sequence.hash_of(index)) is operation:
-                del self._fetching[sequence.hash_of(index)]
-        self.num_prefetch_timeouts += operation.result.timed_out
-        self._num_prefetch_targets -= len(operation.targets)
-        result, missed = operation.result, []
-        for column, (index, target) in enumerate(zip(operation.indices, operation.targets, strict=False)):
-            if result.is_hit(column):
-                self.host.publish(target, sequence.hash_of(index), sequence.parent_of(index))
-                sequence.mounted[index] = target
-                self._num_mounted += 1
-                sequence.from_store.add(index)
-                self.write_back.store_works = True
-                continue
-            operation.missed.add(sequence.hash_of(index))
-            if result.is_unknown(column):
-                self.quarantine.append((time.monotonic() + QUARANTINE_S, target))
-            else:
-                missed.append(target)
-        self.host.unpin(missed)
-        self._unmount(sequence, 0 if sequence.aborted else self._num_restorable(sequence))
-
-    def release_quarantine(self) -> None:
-        """Give back the targets of failed reads that have been left alone for long enough."""
-        while self.quarantine and self.quarantine[0][0] <= time.monotonic():
-            self.host.unpin([self.quarantine.popleft()[1]])
+        return self.store_reads.update(sequence)
 
     # ------------------------------------------------------------------------ phase 2: allocation and H2D
 
@@ -359,16 +197,23 @@ class HierarchyBlockManagerPool:
                 self._planned_loads.append(_Load(host, block, sequence.hash_of(index)))
                 self.device.publish(block, sequence.hash_of(index), sequence.parent_of(index))
             sequence.device_blocks.append(block)
-        self._unmount(sequence)
+        self.store_reads.unmount(sequence)
         num_hit_tokens = min(len(restored) * self.block_size, sequence.reuse_limit) if restored else 0
         sequence.num_computed = num_hit_tokens
         sequence.write_from = len(restored) * self.block_size
         sequence.num_published = len(restored)
         sequence.probed = True
         self._account(sequence, restored, num_hit_tokens)
+        if targets:
+            self.policy.count("host", "restored")
+        elif not self.policy.loading_pays() and self._host_has(sequence, len(restored)):
+            self.policy.count("host", "recomputed")
         if self.prefix_cache:
             for index in range(len(restored), sequence.prompt_length // self.block_size):
                 self._filling.setdefault(sequence.hash_of(index), sequence)
+
+    def _host_has(self, sequence: Sequence, index: int) -> bool:
+        return index < self._num_candidates(sequence) and self.host.find(sequence.hash_of(index)) is not None
 
     def _account(self, sequence: Sequence, restored: list[tuple[int | None, int | None]], num_hit_tokens: int) -> None:
         """Which tier pays for which prompt token; once per request, a resumed one keeps its first account."""
@@ -528,13 +373,13 @@ class HierarchyBlockManagerPool:
             self._publish(sequence, sequence.num_computed // self.block_size, put=not sequence.tag_decoded)
         else:
             self._write_back_rest(sequence)
-        if sequence in self._prefetch_of or sequence in self._awaited:
+        if self.store_reads.concerns(sequence):
             raise RuntimeError("a sequence is deallocated only after its prefetch ended")
         for block_hash in sequence.hashes:
             if self._filling.get(block_hash) is sequence:
                 del self._filling[block_hash]
         self.device.unpin(sequence.device_blocks)
-        self._unmount(sequence)
+        self.store_reads.unmount(sequence)
         self.host.unpin(sequence.host_targets.values())
         sequence.forget_blocks()
 
@@ -558,7 +403,7 @@ class HierarchyBlockManagerPool:
     @property
     def busy(self) -> bool:
         """Some transfer is planned or under way."""
-        return bool(self._prefetches or self._batches or self._planned_loads or self.write_back.busy)
+        return bool(self.store_reads.busy or self._batches or self._planned_loads or self.write_back.busy)
 
     def clear(self, tier: str) -> int:
         """Forget what `tier` (device | host) could serve; blocks in use stay until released. Returns how many."""
@@ -571,7 +416,7 @@ class HierarchyBlockManagerPool:
 
     def block_counts(self) -> dict[str, dict[str, dict[str, int]]]:
         """{tier: {type: {free, pinned, evictable, and for the host quarantined}}} for metrics."""
-        device, host, left_alone = self.device, self.host, len(self.quarantine)
+        device, host, left_alone = self.device, self.host, self.store_reads.num_left_alone
         return {
             "device": {
                 BlockType.KV.value: {

@@ -36,7 +36,9 @@ from ..plans import (
 from ..wire import Channel, Deadline
 from .block_manager import HierarchyBlockManagerPool
 from .remote_worker import POLL_S, RemoteWorkers
+from .restore_policy import RestorePolicy
 from .scheduler import Scheduler, Step
+from .store_reads import ReadLimits
 
 log = logging.getLogger("xllm.engine")
 
@@ -79,9 +81,13 @@ class EngineCore:
             enable_prefix_cache=config.enable_prefix_cache,
             store_enabled=config.enable_kvcache_store,
             decode_kv_reuse=config.decode_kv_reuse,
-            prefetch_batch_size=config.prefetch_batch_size,
-            prefetch_timeout_ms=config.prefetch_timeout,
-            transfer_limit_s=config.worker_timeout_s,
+            limits=ReadLimits(
+                config.prefetch_batch_size,
+                config.prefetch_timeout,
+                config.prefetch_deadline_ms,
+                config.worker_timeout_s,
+            ),
+            policy=RestorePolicy(self.block_size, measured=config.restore_policy == "measured"),
         )
         self.scheduler = Scheduler(
             self.manager,
@@ -91,6 +97,7 @@ class EngineCore:
         )
         self.max_model_len = min(first.max_model_len, num_device_blocks * self.block_size)
         self.vocab_size = first.vocab_size
+        self._block_bytes = first.block_bytes
         # What all ranks hold alike lies on the host once, and counts once.
         self._tier_bytes = {
             "device": sum(answer.num_device_blocks * answer.block_bytes for answer in ready),
@@ -104,6 +111,7 @@ class EngineCore:
         self._drains: list[Call] = []
         self._draining = False
         self._stop = False
+        self._stalled = False  # the last turn found nothing that can run
         self._started = time.monotonic()
         self._num_steps = 0
         self._compute_s = self._wait_s = 0.0
@@ -114,29 +122,36 @@ class EngineCore:
     def run(self) -> None:
         """Serve until `stop`; raises EngineDeadError when a worker died or hangs, after answering open requests."""
         try:
-            stalled = False
             while not self._stop:
-                self._receive(self._patience(stalled))
-                self.scheduler.poll_prefetches()
-                step = self.scheduler.schedule()
-                stalled = step is None
-                if step is not None:
-                    self._run_step(step)
-                self.manager.transfer_offload_blocks()
-                self._send_outputs()
-                self._settle()
+                self.turn()
         except EngineDeadError as error:
-            log.error("%s: open requests are answered, the instance ends", error)
-            self.scheduler.fail_all(str(error), 503)
-            self._send_outputs()
+            self.answer_all_open(error)
             raise
+
+    def turn(self) -> None:
+        """Once round the loop: take messages, schedule a step, await it, send what came of it."""
+        self._receive(self._patience())
+        self.scheduler.poll_prefetches()
+        step = self.scheduler.schedule()
+        self._stalled = step is None
+        if step is not None:
+            self._run_step(step)
+        self.manager.transfer_offload_blocks()
+        self._send_outputs()
+        self._settle()
+
+    def answer_all_open(self, error: EngineDeadError) -> None:
+        """Nothing can be computed any more: every open request gets `error`."""
+        log.error("%s: open requests are answered, the instance ends", error)
+        self.scheduler.fail_all(str(error), 503)
+        self._send_outputs()
 
     def stop(self) -> None:
         """End the loop after the current step."""
         self._stop = True
 
-    def _patience(self, stalled: bool) -> float:
-        if self.scheduler.has_work and not stalled:
+    def _patience(self) -> float:
+        if self.scheduler.has_work and not self._stalled:
             return 0.0
         return STALLED_WAIT_S if self.scheduler.has_work or self.scheduler.prefetching else IDLE_WAIT_S
 
@@ -147,6 +162,9 @@ class EngineCore:
         self._compute_s += output.compute_s
         self._wait_s += output.wait_s
         if output.error is None:
+            prompt_tokens = sum(len(row.token_ids) for row in step.plan.prefill)
+            generated = sum(len(row.token_ids) for row in step.plan.decode)
+            self.manager.policy.computed(prompt_tokens, generated, output.compute_s)
             self.scheduler.finish(step, output)
         else:
             log.error("step %d failed: %s", step.plan.step_id, output.error)
@@ -192,6 +210,8 @@ class EngineCore:
         """Handle every message that is there; wait up to `timeout_s` for the first."""
         for answer in self.workers.receive(timeout_s, also=self.api):
             self._on_worker(answer)
+        for rank, state in self.workers.take_states():
+            self.manager.policy.loaded(rank, state.get("loaded_bytes", 0) / self._block_bytes, state.get("load_s", 0.0))
         while (message := self.api.receive(0)) is not None:
             self._on_api(message)
         self.workers.check_alive()
@@ -200,13 +220,13 @@ class EngineCore:
             self._stop = True
         if self.manager.write_back.oldest_copy_s() > self.config.worker_timeout_s:
             raise EngineDeadError(f"a write-back's copy took longer than {self.config.worker_timeout_s:g} s")
-        self.manager.release_quarantine()
+        self.manager.store_reads.release_quarantine()
 
     def _on_worker(self, answer: Any) -> None:
         if isinstance(answer, ForwardOutput):
             self._forward_outputs[answer.rank] = answer
         elif isinstance(answer, PrefetchAnswer):
-            self.manager.on_prefetch_answer(answer)
+            self.manager.store_reads.on_answer(answer)
         elif isinstance(answer, TransferAck):
             self.manager.on_transfer_ack(answer)
         elif isinstance(answer, OffloadCopied):
@@ -344,7 +364,7 @@ class EngineCore:
         failures = list(self._worker_stats.get("transfer_failures", []))
         stats = {
             **self._worker_stats,
-            "transfer_failures": [*failures, ["g2h", "timeout", manager.num_prefetch_timeouts]],
+            "transfer_failures": [*failures, ["g2h", "timeout", manager.store_reads.num_timeouts]],
             "blocks": manager.block_counts(),
             "tier_bytes": self._tier_bytes,
             "prefix_tokens": dict(manager.prefix_tokens),
@@ -358,6 +378,7 @@ class EngineCore:
             "compute_s": self._compute_s,
             "load_wait_s": self._wait_s,
             "failed_loads": manager.num_failed_loads,
+            "restore_decisions": manager.policy.decisions,
             "failed_offloads": manager.write_back.num_failed,
             "uptime_s": time.monotonic() - self._started,
         }

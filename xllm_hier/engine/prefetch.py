@@ -13,7 +13,8 @@ class PrefetchResult:
 
     Batches are issued one after the other; a batch is complete when every worker answered it. A block that some
     worker does not report is a miss. A block of which some worker says UNKNOWN, or whose batch was abandoned, is a miss
-    whose target may still be written to. `timeout_ms` 0 waits without limit.
+    whose target may still be written to. `timeout_ms` 0 waits without limit. `timed_out`: a time limit kept blocks from
+    being asked for, or from being waited for.
     """
 
     def __init__(self, num_workers: int, num_blocks: int, batch_size: int, timeout_ms: int) -> None:
@@ -22,6 +23,7 @@ class PrefetchResult:
         self.batch_size = batch_size
         self._hits = [bytearray(num_blocks) for _ in range(num_workers)]
         self._unknown = bytearray(num_blocks)
+        self._abandoned = bytearray(num_blocks)
         self._answered: dict[int, set[int]] = {}  # offset of a batch in flight -> ranks that answered
         self._batch_blocks: dict[int, int] = {}
         self._num_issued = 0
@@ -55,6 +57,10 @@ class PrefetchResult:
     def num_in_flight(self) -> int:
         return len(self._answered)
 
+    @property
+    def num_blocks_in_flight(self) -> int:
+        return sum(self._batch_blocks[offset] for offset in self._answered)
+
     def record(self, rank: int, offset: int, hits: Sequence[int]) -> bool:
         """Take one worker's answer to one batch; False when it is not awaited (late, twice, unknown): it is ignored.
 
@@ -66,8 +72,8 @@ class PrefetchResult:
         length = self._batch_blocks[offset]
         if len(hits) == length:
             self._hits[rank][offset : offset + length] = bytes(1 if hit == HIT else 0 for hit in hits)
-            for column, hit in enumerate(hits, offset):
-                self._unknown[column] |= hit == UNKNOWN
+            for column in self.unknown_columns(hits, length):
+                self._unknown[offset + column] = 1
         waiting.add(rank)
         if len(waiting) == self.num_workers:
             del self._answered[offset]
@@ -80,13 +86,21 @@ class PrefetchResult:
         first, self._stop = not self._stop, True
         return first
 
-    def abandon(self) -> None:
-        """Wait for no answer any more: what is in flight is unknown."""
+    def abandon(self) -> list[tuple[int, int, set[int]]]:
+        """Wait for no answer any more. Returns (offset, length, ranks that have not answered) of what is in flight."""
         self._stop = True
-        for offset in self._answered:
+        left = []
+        for offset, answered in self._answered.items():
             length = self._batch_blocks[offset]
-            self._unknown[offset : offset + length] = b"\1" * length
+            self._abandoned[offset : offset + length] = b"\1" * length
+            left.append((offset, length, set(range(self.num_workers)) - answered))
         self._answered.clear()
+        return left
+
+    @staticmethod
+    def unknown_columns(hits: Sequence[int], length: int) -> set[int]:
+        """Columns of one answer whose target may still be written to; none when it has another length."""
+        return {column for column, hit in enumerate(hits) if hit == UNKNOWN} if len(hits) == length else set()
 
     def is_hit(self, column: int) -> bool:
         """Logical AND over all workers, for one block."""
@@ -96,13 +110,17 @@ class PrefetchResult:
         """The block's target may still be written to by a read that was given up."""
         return bool(self._unknown[column])
 
+    def is_abandoned(self, column: int) -> bool:
+        """Nobody waits for the answer about this block any more."""
+        return bool(self._abandoned[column])
+
     def completed(self) -> bool:
         """No batch is in flight and none will follow."""
         return not self._answered and (self._stop or self._missed or self._num_issued >= self.num_blocks)
 
     def _merged(self, offset: int, length: int) -> list[bool]:
         return [
-            all(row[column] for row in self._hits) and not self._unknown[column]
+            all(row[column] for row in self._hits) and not self._unknown[column] and not self._abandoned[column]
             for column in range(offset, offset + length)
         ]
 

@@ -48,6 +48,7 @@ class RemoteWorkers:
         self._next_ping = float("inf")
         self._pinged: dict[int, float] = {}  # when a rank was pinged that has said nothing since
         self._states: dict[int, dict[str, Any]] = {}
+        self._fresh: set[int] = set()
 
     def wait_ready(self, timeout_s: float) -> list[WorkerReady]:
         """One WorkerReady of each rank, by rank. Raises StartupError after `timeout_s`, naming the missing ranks."""
@@ -77,9 +78,15 @@ class RemoteWorkers:
                 self._pinged.pop(self._answers.index(channel), None)
                 if isinstance(message, WorkerResult) and message.call_id == _PING:
                     self._states[message.rank] = message.value
+                    self._fresh.add(message.rank)
                 else:
                     messages.append(message)
         return messages
+
+    def take_states(self) -> list[tuple[int, dict[str, Any]]]:
+        """What ranks told of themselves since the last call."""
+        fresh, self._fresh = self._fresh, set()
+        return [(rank, self._states[rank]) for rank in sorted(fresh)]
 
     def check_alive(self) -> None:
         """Ping who is due; call it after `receive`.

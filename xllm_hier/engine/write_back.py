@@ -83,6 +83,10 @@ class WriteBack:
         self.store_works = True
         self.num_failed = 0
 
+    def store_answers(self) -> None:
+        """The store was seen to work: what did not reach it may be tried again."""
+        self.store_works = True
+
     def is_missing(self, block_hash: bytes) -> bool:
         """The host neither holds this block nor is about to."""
         return block_hash not in self._offloading and self._host.find(block_hash) is None

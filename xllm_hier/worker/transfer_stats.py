@@ -31,6 +31,11 @@ class TransferStats:
             self._seconds[kind] += seconds
             self._counts[kind][bucket] += 1
 
+    def total(self, kind: str) -> tuple[int, float]:
+        """Bytes and seconds of all finished transfers."""
+        with self._lock:
+            return self._bytes[kind], self._seconds[kind]
+
     @contextmanager
     def timed(self, kind: str, nbytes: int) -> Iterator[None]:
         """Count the enclosed copy if it does not raise."""

@@ -152,9 +152,10 @@ class Worker:
         if call.method == "stop":
             self._stop.set()
         elif call.method == "ping":
-            self.answer(
-                WorkerResult(call.call_id, self.rank, {"doing": self._doing, "collectives": self.parallel.calls})
-            )
+            loaded_bytes, load_s = self.stats.total("h2d")
+            state = {"doing": self._doing, "collectives": self.parallel.calls}
+            state |= {"loaded_bytes": loaded_bytes, "load_s": load_s}
+            self.answer(WorkerResult(call.call_id, self.rank, state))
         elif call.method == "stats":
             state = {"store_state": self.transfer.store_state}
             self.answer(WorkerResult(call.call_id, self.rank, {**self.stats.snapshot(), **state}))
