@@ -98,6 +98,14 @@ class Server:
         assert answer.status_code == 200, answer.text
         return dict(answer.json()["cleared"])
 
+    def admin(self, method: str, route: str, body: dict[str, Any] | None = None, *, status: int = 200) -> Any:
+        """The JSON answer of `/cache/<route>`."""
+        answer = httpx.request(
+            method, f"{self.url}/cache/{route}", timeout=60, **({"json": body or {}} if method == "PUT" else {})
+        )
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
     def stats(self) -> dict[str, Any]:
         return dict(httpx.get(f"{self.url}/cache/stats", timeout=60).json())
 

@@ -53,6 +53,8 @@ class World:
         self.transfer = HierarchyKVCacheTransfer(config, 0, self.stats, self.answers.append, copier=self.copier)
         self.transfer.register(domain)
         self.transfer.build(NUM_HOST)
+        assert self.cache.host is not None
+        self.cache.host.fill_(0xFF)  # NaN in every float type: what nobody wrote must not pass for KV
         self.fill(1)
 
     def fill(self, seed: int) -> None:

@@ -147,6 +147,13 @@ class EngineConfig:
         unit="ms",
         low=0,
     )
+    store_call_limit_ms: int = _setting(
+        5000,
+        STORE,
+        "a store call that takes longer counts as failed, and the store is left alone until a probe works",
+        unit="ms",
+        low=1,
+    )
     prefetch_deadline_ms: int = _setting(
         0,
         STORE,

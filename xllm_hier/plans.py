@@ -244,10 +244,14 @@ class Forward:
 
 @dataclass(frozen=True)
 class WorkerCall:
-    """An order to one worker outside of the plans, answered at any time: `stats` | `clear_store` | `ping` | `stop`."""
+    """An order to one worker outside of the plans, answered at any time.
+
+    `stats` | `clear_store` | `attach_store` (args: settings that say where it is) | `detach_store` | `ping` | `stop`.
+    """
 
     call_id: int
     method: str
+    args: dict[str, Any] = field(default_factory=dict)
 
 
 # ---------------------------------------------------------------------------------------- worker -> engine

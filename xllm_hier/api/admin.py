@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hmac
 import ipaddress
 import math
@@ -10,6 +11,8 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, ConfigDict, Field
 
+from ..config import EngineConfig
+from ..errors import ConfigError
 from .refusal import Refusal
 from .service import service_of
 
@@ -57,6 +60,55 @@ async def stats(request: Request) -> dict[str, Any]:
     """The engine's figures, fresh."""
     values: dict[str, Any] = _json_safe(await service_of(request).client.call("stats", _CALL_S))
     return values
+
+
+class StoreAddress(BaseModel):
+    """Where the store is; what is left out stays as it was. Names and meaning are those of the settings."""
+
+    model_config = ConfigDict(extra="forbid")
+    store_master_server_address: str | None = None
+    store_client_address: str | None = None
+    store_local_hostname: str | None = None
+
+
+@router.get("/store")
+async def store(request: Request) -> dict[str, Any]:
+    """The store's state and addresses."""
+    service = service_of(request)
+    found = await service.client.call("stats", _CALL_S)
+    return _described(service.store_config, str(found.get("store_state", "detached")))
+
+
+@router.put("/store")
+async def attach(body: StoreAddress, request: Request) -> dict[str, Any]:
+    """Use a store from now on, under load too; one that is not there yet is attached when it comes (state `open`)."""
+    service = service_of(request)
+    given = {name: value for name, value in body.model_dump().items() if value is not None}
+    try:
+        config = dataclasses.replace(service.store_config, enable_kvcache_store=True, **given)
+    except ConfigError as error:
+        raise Refusal(str(error), param=error.name) from None
+    if not config.store_master_server_address:
+        raise Refusal("say where the store is", param="store_master_server_address")
+    answer = await service.client.call("attach_store", _CALL_S, **given)
+    service.store_config = config
+    return {**_described(config, answer["state"]), **answer}
+
+
+@router.delete("/store")
+async def detach(request: Request) -> dict[str, Any]:
+    """Ask the store for nothing more; device and host tier go on."""
+    service = service_of(request)
+    answer = await service.client.call("detach_store", _CALL_S)
+    return {**_described(service.store_config, answer["state"]), **answer}
+
+
+def _described(config: EngineConfig, state: str) -> dict[str, Any]:
+    return {
+        "state": state,
+        "store_master_server_address": config.store_master_server_address,
+        "store_client_address": config.store_client_address,
+    }
 
 
 def _json_safe(value: Any) -> Any:

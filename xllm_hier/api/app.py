@@ -94,7 +94,7 @@ async def health(request: Request) -> Response:
         return JSONResponse({"status": "draining", "store": service.stats.store_state}, 503)
     values = await service.stats.refresh(_STATS_S)
     store = service.stats.store_state
-    wrong = store == "degraded" or (service.config.enable_kvcache_store and store != "attached")
+    wrong = store in ("degraded", "open")
     return JSONResponse(
         {
             "status": "degraded" if wrong or not service.stats.fresh else "ok",

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from ..errors import EngineDeadError, RequestError
 from .engine_client import EngineClient
 
-STORE_STATES = ("attached", "degraded", "detached")
+STORE_STATES = ("attached", "degraded", "open", "detached")
 _TIERS = ("device", "host", "store", "computed")
 _FIRST_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 300)
 _NEXT_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)

@@ -38,6 +38,7 @@ class Service:
         self.client = client
         self.tokenizer = tokenizer
         self.config = config
+        self.store_config = config  # where the store is now: it can be attached elsewhere
         self.stats = EngineStats(client)
         self.metrics = ApiMetrics(self.stats)
         self.admission = Admission(config.max_waiting_requests)

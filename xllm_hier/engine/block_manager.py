@@ -79,6 +79,10 @@ class HierarchyBlockManagerPool:
         self.num_failed_loads = 0
         self.prefix_tokens = {"device": 0, "host": 0, "store": 0, "computed": 0}
 
+    def use_store(self, enabled: bool) -> None:
+        """Read from and write to the store from now on, or no more; what is under way goes on."""
+        self.store_enabled = self.write_back.store_enabled = enabled and self.host.num_blocks > 0
+
     def _new_id(self) -> int:
         self._next_id += 1
         return self._next_id

@@ -293,6 +293,8 @@ class EngineCore:
                 self._answer(call, {}, f"no tier {unknown[0]!r}; allowed: device, host, store")
             else:
                 self._clears.append((call, Deadline(SETTLE_LIMIT_S)))
+        elif call.method in ("attach_store", "detach_store"):
+            self._switch_store(call)
         elif call.method == "drain":
             self._draining = True
             self._drains.append(call)
@@ -302,10 +304,12 @@ class EngineCore:
     def _answer(self, call: Call, value: dict[str, Any], error: str | None = None) -> None:
         self.api.send(CallResult(call.call_id, value, error))
 
-    def _ask_workers(self, method: str, done: Callable[[dict[int, dict[str, Any]]], None]) -> None:
+    def _ask_workers(
+        self, method: str, done: Callable[[dict[int, dict[str, Any]]], None], args: dict[str, Any] | None = None
+    ) -> None:
         self._next_question += 1
         self._questions[self._next_question] = _WorkerQuestion(done)
-        self.workers.broadcast(WorkerCall(self._next_question, method))
+        self.workers.broadcast(WorkerCall(self._next_question, method, args or {}))
 
     def _settle(self) -> None:
         """Answer what waits for a state: worker questions, clears, drains; check the books when idle."""
@@ -338,6 +342,23 @@ class EngineCore:
             self._answer(call, {"cleared": cleared}, errors[0] if errors else None)
 
         self._ask_workers("clear_store", done)
+
+    def _switch_store(self, call: Call) -> None:
+        """Attach or detach the store on all ranks; the state told is that of the worst one."""
+        attach = call.method == "attach_store"
+        if attach and not self.manager.host.num_blocks:
+            self._answer(call, {}, "this instance has no host tier: start it with --host_blocks_factor above 1")
+            return
+        self.manager.use_store(attach)
+
+        def done(values: dict[int, dict[str, Any]]) -> None:
+            states = [value.get("state", "open") for value in values.values()]
+            states += ["open"] * (self.workers.num_workers - len(values))
+            errors = [value["error"] for value in values.values() if value.get("error")]
+            self._worker_stats["store_state"] = max(states, key=_STATE_ORDER.index)
+            self._answer(call, {"state": self._worker_stats["store_state"], **({"why": errors[0]} if errors else {})})
+
+        self._ask_workers(call.method, done, call.args)
 
     def info(self) -> dict[str, Any]:
         """What a client must know of the instance: names, limits, sizes."""
@@ -385,7 +406,7 @@ class EngineCore:
         self._answer(call, stats)
 
 
-_STATE_ORDER = ("attached", "degraded", "detached")
+_STATE_ORDER = ("detached", "attached", "degraded", "open")  # from no worry to most
 
 
 def merge_worker_stats(stats: list[dict[str, Any]]) -> dict[str, Any]:

@@ -54,6 +54,7 @@ class RestorePolicy:
         self.load = Rate(STALE_S)
         self.read = Rate(STALE_S)
         self._loaded: dict[int, tuple[float, float]] = {}
+        self._settled: bool | None = None
         self.decisions = {tier: {"restored": 0, "partly": 0, "recomputed": 0} for tier in ("host", "store")}
 
     def computed(self, prompt_tokens: int, generated_tokens: int, seconds: float) -> None:
@@ -67,9 +68,14 @@ class RestorePolicy:
         self._loaded[rank] = (blocks, seconds)
         self.load.add(blocks - old_blocks, seconds - old_seconds)
 
+    def settle(self) -> None:
+        """Decide about loads until the next call: a measurement that goes stale between two looks at one request would
+        let its match and its allocation disagree."""
+        self._settled = self._pays(1, self.load.value, slack_s=0.0)
+
     def loading_pays(self) -> bool:
         """Loading a block from the host is not slower than computing it."""
-        return self._pays(1, self.load.value, slack_s=0.0)
+        return self._pays(1, self.load.value, slack_s=0.0) if self._settled is None else self._settled
 
     def reading_pays(self, num_blocks: int, seconds_per_block: float | None = None) -> bool:
         """Reading `num_blocks` more from the store, and loading them, is not slower than computing them.

@@ -106,6 +106,7 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """The next step with all its blocks allocated and its load sent; None when nothing can run now."""
+        self.manager.policy.settle()
         self._drop_aborted()
         step = Step(Forward(self._next_step, [], [], []))
         preempted = self.num_preemptions

@@ -25,8 +25,8 @@ QUARANTINE_S = 180.0  # three times the longest store call seen; a client that s
 
 @dataclass(frozen=True)
 class ReadLimits:
-    """The settings `prefetch_batch_size`, `prefetch_timeout` and `prefetch_deadline_ms` (0 = none), and how many seconds
-    without an answer a read is waited for at most."""
+    """The settings `prefetch_batch_size`, `prefetch_timeout` and `prefetch_deadline_ms` (0 = none), and for how many
+    seconds without an answer a read is waited for."""
 
     batch_size: int = 8
     timeout_ms: int = 30000
@@ -266,7 +266,8 @@ class StoreReads:
         operation.result.timed_out = True
         for offset, length, ranks in operation.result.abandon():
             targets = operation.targets[offset : offset + length]
-            self._orphans[operation.prefetch_id, offset] = _Orphan(ranks, targets)
+            unknown = {column for column in range(length) if operation.result.is_unknown(offset + column)}
+            self._orphans[operation.prefetch_id, offset] = _Orphan(ranks, targets, unknown)
 
     def _finish(self, operation: _Prefetch) -> None:
         """Publish the hits to the host prefix, release the misses, keep mounted what is contiguous."""

@@ -75,7 +75,7 @@ class WriteBack:
         self._device = device
         self._host = host
         self._new_id = new_id
-        self._store_enabled = store_enabled
+        self.store_enabled = store_enabled
         self._pairs: list[_Pair] = []
         self._offloading: set[bytes] = set()
         self._offloads: dict[int, _Offload] = {}
@@ -150,7 +150,7 @@ class WriteBack:
         if offload is None:
             return
         offload.stored[answer.rank] = answer.num_stored
-        if self._store_enabled and offload.pairs[0].put and len(offload.stored) == self._link.num_workers:
+        if self.store_enabled and offload.pairs[0].put and len(offload.stored) == self._link.num_workers:
             hashes = {pair.block_hash for pair in offload.pairs}
             self.store_works = min(offload.stored.values()) == len(hashes)  # one rank's miss is a miss for all
             if self.store_works:

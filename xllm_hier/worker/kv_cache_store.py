@@ -1,8 +1,8 @@
 """KVCacheStore: logical blocks in, Mooncake objects out; every failure is a miss.
 
 A logical block is one physical object per cache domain that has its BlockType. It is a hit only if every one of them
-exists, is read whole, and its trailer proves it to be the block asked for. When the store fails it is left alone
-(`degraded`) until a probe finds it again, so that no request waits for a store that is not there.
+exists, is read whole, and its trailer proves it to be the block asked for. When the store fails it is left alone until
+a probe finds it again, so that no request waits for a store that is not there (see StoreCircuit).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ctypes
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,7 @@ from ..plans import HIT, MISS, UNKNOWN
 from ..store_key import group_id, key_prefix, name_space_regex, numerics_key
 from .cache_domain import BlockCache, CacheDomain
 from .mooncake_client import ENDED_READS, MooncakeClient
+from .store_circuit import ATTACHED, DETACHED, OPEN, StoreCircuit
 from .transfer_stats import TransferStats
 
 log = logging.getLogger("xllm.store")
@@ -31,7 +32,6 @@ log = logging.getLogger("xllm.store")
 PROBE_S = 1.0
 NUMERICS_PROBE_S = 30.0
 STAGING_BLOCKS = 32
-MAX_FAILED_READS = 3  # whole batches unreadable in a row, before the store is left alone
 _NO_SPACE = -200
 
 
@@ -91,12 +91,20 @@ def trailer_mismatch(cache: BlockCache, block: int, block_hash: bytes) -> str | 
 class KVCacheStore:
     """The store as one worker sees it; `prefetch` and `put` may run on two threads at once.
 
-    `state`: `attached`, or `degraded` when it was asked for and does not work now. `numerics_id` names what the bits of
-    this instance depend on (see ModelRunner.details): instances with different ones may share a name space, but then
-    hits are equal only up to rounding, and all of them say so (`mixed_numerics`).
+    `numerics_id` names what the bits of this instance depend on (see ModelRunner.details): instances with different ones
+    may share a name space, but then hits are equal only up to rounding, and all of them say so (`mixed_numerics`).
+    `on_open` is called when the store is left alone from now on.
     """
 
-    def __init__(self, config: EngineConfig, rank: int, stats: TransferStats, *, numerics_id: str = "") -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        rank: int,
+        stats: TransferStats,
+        *,
+        numerics_id: str = "",
+        on_open: Callable[[], None] = lambda: None,
+    ) -> None:
         self._config = config
         self._rank = rank
         self._stats = stats
@@ -106,8 +114,9 @@ class KVCacheStore:
         self._entries: dict[BlockType, list[_Entry]] = {}
         self._host_usable = False  # the host blocks themselves can be read into; else by way of staging
         self._staging: dict[str, int] = {}
-        self._failed_reads = 0
-        self.state = "degraded"
+        self._on_open = on_open
+        self.circuit = StoreCircuit(config.store_call_limit_ms / 1000, self._opened)
+        self.circuit.wanted()
         self._stop = threading.Event()
         self._monitor = threading.Thread(target=self._watch, name="store-monitor", daemon=True)
 
@@ -115,7 +124,7 @@ class KVCacheStore:
 
     def connect(self, host_bytes: int) -> int | None:
         """Try to reach the store now; returns the address of `host_bytes` of its pool when it offers shared memory,
-        else None: the host tier brings its own memory. A store that is not there leaves the state `degraded`."""
+        else None: the host tier brings its own memory, as with a store that is not there."""
         try:
             self._client.connect(host_bytes + 2 * self._staging_bytes(host_bytes))
             if not self._client.through_node:
@@ -161,20 +170,36 @@ class KVCacheStore:
         self._memory = (address, host_bytes)
         if self._client.connected:
             try:
-                self._attach()
+                self._attach(at_start=True)
             except StoreError as error:
                 log.warning("the store does not work, going on without it: %s", error)
         self._monitor.start()
 
-    def _attach(self) -> None:
+    @property
+    def state(self) -> str:
+        return self.circuit.state
+
+    @property
+    def lends_memory(self) -> bool:
+        """The host blocks lie in the pool of this store's client, which must stay as long as they do."""
+        return self._client.through_node and self._host_usable
+
+    def look(self) -> None:
+        """Find out now whether the store is there, instead of within a second. Raises StoreError when it is not."""
+        if not self._client.reachable():
+            raise StoreError("nobody answers there")
+        if not self._client.connected:
+            self._client.connect(2 * self._staging_bytes(self._memory[1]))
+        self._attach()
+
+    def _attach(self, *, at_start: bool = False) -> None:
         """The client is connected: make memory usable and probe once."""
         if not self._client.through_node and not self._host_usable:
             self._client.register(*self._memory)
             self._host_usable = True
         self._client.exist([self._probe_key()])
         self._compare_numerics()
-        self._failed_reads = 0
-        self.state = "attached"
+        self.circuit.works(at_start=at_start)
         log.info("the store is attached")
 
     def _probe_key(self) -> str:
@@ -207,6 +232,10 @@ class KVCacheStore:
         staging, _ = self._staging_area("get")
         self._client.put(keys, [staging] * len(keys), [64] * len(keys), keys)
 
+    def stop_watching(self) -> None:
+        """Look for the store no more; its client goes on to lend its memory."""
+        self._stop.set()
+
     def close(self) -> bool:
         """Stop; False when a call is stuck in the library (see MooncakeClient.close)."""
         self._stop.set()
@@ -216,31 +245,34 @@ class KVCacheStore:
 
     # ----------------------------------------------------------------------------------------- degraded mode
 
-    def _degrade(self, kind: str, error: object) -> None:
+    def _failed(self, kind: str, error: object) -> None:
         self._stats.fail(kind, "store_error")
-        if self.state == "attached":
-            self.state = "degraded"
-            log.warning("the store does not work, going on without it: %s", error)
+        self.circuit.fail(str(error))
+
+    def _opened(self, why: str) -> None:
+        self._stats.count("times_opened")
+        log.warning("the store does not work, going on without it: %s", why)
+        self._on_open()
 
     def _watch(self) -> None:
         """Look for a store that was lost, once a second, on a thread of its own: nobody waits for it."""
         compared_at = time.monotonic()
         while not self._stop.wait(PROBE_S):
-            due = time.monotonic() - compared_at > NUMERICS_PROBE_S
-            if self.state == "attached" and (self.mixed_numerics or not due):
+            state, due = self.state, time.monotonic() - compared_at > NUMERICS_PROBE_S
+            if state == DETACHED or (state == ATTACHED and (self.mixed_numerics or not due)):
                 continue
             compared_at = time.monotonic()
             try:
-                if self.state == "attached":
+                if state == ATTACHED:
                     self._compare_numerics()
-                    continue
-                if not self._client.reachable():
-                    continue
-                if not self._client.connected:
-                    self._client.connect(2 * self._staging_bytes(self._memory[1]))
-                self._attach()
+                elif state == OPEN:
+                    self.look()
+                else:
+                    self._client.exist([self._probe_key()])
+                    self.circuit.judge(good=True)
             except StoreError as error:
                 log.debug("the store is still away: %s", error)
+                self.circuit.fail(str(error))
 
     # --------------------------------------------------------------------------------------------- transfers
 
@@ -255,10 +287,14 @@ class KVCacheStore:
     def prefetch(self, block_type: BlockType, blocks: Sequence[int], hashes: Sequence[bytes]) -> bytes:
         """Read logical blocks into host `blocks`; one byte each, see PrefetchAnswer."""
         objects = self._expand(block_type, blocks, hashes)
-        hits = bytearray(len(blocks))
+        if not self.circuit.closed or not objects or len({item.key for item in objects}) != len(objects):
+            return bytes([MISS]) * len(blocks)
+        with self.circuit.call():
+            return self._prefetch(objects, len(blocks))
+
+    def _prefetch(self, objects: list[_Object], num_blocks: int) -> bytes:
+        hits = bytearray(num_blocks)
         unknown: set[int] = set()
-        if self.state != "attached" or not objects or len({item.key for item in objects}) != len(objects):
-            return bytes(hits)
         try:
             exist = self._client.exist([item.key for item in objects])
             absent = {item.row for item, there in zip(objects, exist, strict=True) if not there}
@@ -266,9 +302,9 @@ class KVCacheStore:
             unknown = {item.row for item in wanted} if self._host_usable else set()  # until the read has ended
             lost, unknown = self._read(wanted) if wanted else (set(), set())
         except StoreError as error:
-            self._degrade("g2h", error)
-            return bytes(UNKNOWN if row in unknown else MISS for row in range(len(blocks)))
-        for row in range(len(blocks)):
+            self._failed("g2h", error)
+            return bytes(UNKNOWN if row in unknown else MISS for row in range(num_blocks))
+        for row in range(num_blocks):
             hits[row] = MISS if row in absent else UNKNOWN if row in unknown else MISS if row in lost else HIT
         self._stats.count("hit_blocks", hits.count(HIT))
         self._stats.count("missed_blocks", len(hits) - hits.count(HIT))
@@ -284,9 +320,7 @@ class KVCacheStore:
         nbytes = sum(item.nbytes for item, code in zip(objects, codes, strict=True) if code == item.nbytes)
         self._stats.add("g2h", nbytes, time.perf_counter() - start)
         unreadable = [code for code, item in zip(codes, objects, strict=True) if code != item.nbytes]
-        self._failed_reads = self._failed_reads + 1 if objects and len(unreadable) == len(objects) else 0
-        if self._failed_reads >= MAX_FAILED_READS:
-            raise StoreError(f"{MAX_FAILED_READS} batches in a row could not be read, code {codes[0]}")
+        self.circuit.judge(good=len(unreadable) < len(objects))
         for code, item in zip(codes, objects, strict=True):
             if code != item.nbytes:
                 lost.add(item.row)
@@ -315,18 +349,20 @@ class KVCacheStore:
     def put(self, block_type: BlockType, blocks: Sequence[int], hashes: Sequence[bytes]) -> int:
         """Write host blocks whose objects the store lacks; returns the logical blocks with every object there."""
         objects = self._expand(block_type, blocks, hashes)
-        if self.state != "attached":
-            self._stats.fail("h2g", "degraded", len(objects))
+        if not self.circuit.closed:
+            self._stats.fail("h2g", self.state, len(objects))
             return 0
         unique = list({item.key: item for item in objects}.values())
         try:
-            exist = self._client.exist([item.key for item in unique])
-            missing = [item for item, there in zip(unique, exist, strict=True) if not there]
-            start = time.perf_counter()
-            codes = self._transfer("put", missing) if missing else []
+            with self.circuit.call():
+                exist = self._client.exist([item.key for item in unique])
+                missing = [item for item, there in zip(unique, exist, strict=True) if not there]
+                start = time.perf_counter()
+                codes = self._transfer("put", missing) if missing else []
         except StoreError as error:
-            self._degrade("h2g", error)
+            self._failed("h2g", error)
             return 0
+        self.circuit.judge(good=not codes or any(code in (0, _NO_SPACE) for code in codes))
         failed = {item.key for item, code in zip(missing, codes, strict=True) if code != 0}
         nbytes = sum(item.nbytes for item in missing if item.key not in failed)
         self._stats.add("h2g", nbytes, time.perf_counter() - start)
@@ -379,6 +415,6 @@ class KVCacheStore:
 
     def clear(self) -> int:
         """Remove every object of this model's name space, whoever wrote it. Raises StoreError."""
-        if self.state != "attached":
-            raise StoreError("the store is degraded: nothing was removed")
+        if not self.circuit.closed:
+            raise StoreError(f"the store is {self.state}: nothing was removed")
         return self._client.remove_matching(name_space_regex(self._config.name_space))

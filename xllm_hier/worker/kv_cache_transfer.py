@@ -7,6 +7,7 @@ thread each: none of them delays a forward that does not need it.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -24,6 +25,7 @@ from ..host_memory import HostMemory
 from ..plans import (
     HIT,
     MISS,
+    UNKNOWN,
     OffloadCopied,
     OffloadStored,
     PrefetchAnswer,
@@ -31,14 +33,18 @@ from ..plans import (
     TransferBlocks,
     TransferKvBlocks,
 )
+from ..wire import Deadline
 from .cache_domain import BlockCache, CacheDomain
 from .kv_cache_store import KVCacheStore, write_trailer
 from .layer_copy import Copier, LayerSynchronizer, Part, TorchCopier, layer_groups, one_thread
+from .store_circuit import ATTACHED, DETACHED
+from .store_queue import StoreQueue
 from .transfer_stats import TransferStats
 
 log = logging.getLogger("xllm.transfer")
 
 _HOST_SOCKET = "host-memory"
+_LOOK_S = 0.01
 
 
 def split_hashes(raw: bytes) -> list[bytes]:
@@ -96,7 +102,12 @@ class HierarchyKVCacheTransfer:
         self.store: KVCacheStore | None = None
         self._synchronizers: dict[int, LayerSynchronizer] = {}
         self._lock = threading.Lock()
-        self._threads = {name: one_thread(name) for name in ("h2d", "d2h", "store-get", "store-put")}
+        self._threads = {name: one_thread(name) for name in ("h2d", "d2h")}
+        self._reads, self._puts, self._control = (
+            StoreQueue(name) for name in ("store-get", "store-put", "store-control")
+        )
+        self._retired: list[KVCacheStore] = []
+        self._own_memory: HostMemory | None = None
 
     # ----------------------------------------------------------------------------------------------- set-up
 
@@ -122,13 +133,14 @@ class HierarchyKVCacheTransfer:
         self.host_bytes = _host_bytes(kept, num_host_blocks)
         address = None
         if self._config.enable_kvcache_store and kept:
-            self.store = KVCacheStore(self._config, self._rank, self._stats, numerics_id=self._numerics_id)
+            self.store = self._new_store(self._config)
             address = self.store.connect(self.host_bytes)
         if kept:
             own = self._make_memory(address)
             if shared and self._rank == 0:
                 own = self._offer(own)
             _place(kept, own, num_host_blocks)
+            self._own_memory = own
         if shared and self._rank != 0:
             assert self._meeting is not None
             nbytes = _host_bytes(shared, num_host_blocks)
@@ -138,6 +150,11 @@ class HierarchyKVCacheTransfer:
         self._copier.attach(list(self._domains.values()), self._memories)
         if self.store is not None:
             self.store.start(list(self._domains.values()), own.address, self.host_bytes)
+
+    def _new_store(self, config: EngineConfig) -> KVCacheStore:
+        return KVCacheStore(
+            config, self._rank, self._stats, numerics_id=self._numerics_id, on_open=self._give_up_store_calls
+        )
 
     def _make_memory(self, address: int | None) -> HostMemory:
         """This rank's own host memory: at `address`, when the store client gives it, else made here."""
@@ -173,7 +190,7 @@ class HierarchyKVCacheTransfer:
         """`attached`, `degraded` or `detached`; a rank that has nothing of its own to store is never the weak one."""
         if self.store is not None:
             return self.store.state
-        return "attached" if self._config.enable_kvcache_store else "detached"
+        return ATTACHED if self._config.enable_kvcache_store else DETACHED
 
     # ------------------------------------------------------------------------------------------ H2D (load)
 
@@ -296,60 +313,141 @@ class HierarchyKVCacheTransfer:
             self._stats.add("d2h", self._payload_bytes(parts), time.perf_counter() - start)
         copied = sum(len(mapping.device) for mapping in plan.target_mappings)
         self._answer(OffloadCopied(plan.transfer_id, self._rank, copied))
-        if plan.put and self._config.enable_kvcache_store:
-            self._threads["store-put"].submit(self._put, plan)
-        else:
-            self._answer(OffloadStored(plan.transfer_id, self._rank, 0))
+        self._put_behind(plan)
 
-    def _put(self, plan: TransferKvBlocks) -> None:
-        stored = 0
+    def _put_behind(self, plan: TransferKvBlocks) -> None:
+        """Queue the store writes of a write-back whose copy has ended; without a store there are none."""
+        if not plan.put or self.store_state == DETACHED:
+            self._stored(plan, 0)
+        else:
+            self._puts.submit(
+                lambda: self._put(plan),
+                lambda stored: self._stored(plan, stored),
+                lambda _running: self._stored(plan, 0),
+            )
+
+    def _stored(self, plan: TransferKvBlocks, count: int) -> None:
+        self._answer(OffloadStored(plan.transfer_id, self._rank, count))
+
+    def _put(self, plan: TransferKvBlocks) -> int:
+        stored, store = 0, self.store
         try:
             for mapping in plan.target_mappings:
                 block_type, hashes = BlockType(mapping.block_type), split_hashes(mapping.hashes)
-                if self.store is None or not self._keeps(block_type):
+                if store is None or not self._keeps(block_type):
                     stored += len(hashes)
                 else:
-                    stored += self.store.put(block_type, mapping.host.tolist(), hashes)
+                    stored += store.put(block_type, mapping.host.tolist(), hashes)
         except Exception:  # a write-back that does not reach the store is a later miss, nothing else
             log.exception("store writes of %d failed", plan.transfer_id)
             self._stats.fail("h2g", "exception")
-        self._answer(OffloadStored(plan.transfer_id, self._rank, stored))
+        return stored
 
     # ------------------------------------------------------------------------------------ G2H (prefetch)
 
     def prefetch(self, plan: PrefetchFromStorage) -> None:
         """Start reading a batch of the store into host blocks; answers a PrefetchAnswer in any case."""
-        self._threads["store-get"].submit(self._prefetch, plan)
 
-    def _prefetch(self, plan: PrefetchFromStorage) -> None:
-        hits = bytes([MISS]) * len(plan.host)
+        def answer(hits: bytes) -> None:
+            self._answer(PrefetchAnswer(plan.prefetch_id, plan.offset, self._rank, hits))
+
+        def give_up(running: bool) -> None:  # a read that hangs may still write
+            answer(bytes([UNKNOWN if running else MISS]) * len(plan.host))
+
+        self._reads.submit(lambda: self._prefetch(plan), answer, give_up)
+
+    def _prefetch(self, plan: PrefetchFromStorage) -> bytes:
+        block_type, store = BlockType(plan.block_type), self.store
+        if not self._keeps(block_type):
+            return bytes([HIT]) * len(plan.host)  # rank 0 reads them into the memory that all map
         try:
-            if not self._keeps(BlockType(plan.block_type)):
-                hits = bytes([HIT]) * len(plan.host)  # rank 0 reads them into the memory that all map
-            elif self.store is not None:
-                hashes = split_hashes(plan.hashes)
-                hits = self.store.prefetch(BlockType(plan.block_type), plan.host.tolist(), hashes)
+            if store is not None:
+                return store.prefetch(block_type, plan.host.tolist(), split_hashes(plan.hashes))
         except Exception:  # a failed read is a miss
             log.exception("prefetch %d failed", plan.prefetch_id)
             self._stats.fail("g2h", "exception")
-        self._answer(PrefetchAnswer(plan.prefetch_id, plan.offset, self._rank, hits))
+        return bytes([MISS]) * len(plan.host)
+
+    def watch_store(self) -> None:
+        """Look for a store call that hangs, and let nobody wait for one that is left alone; call it now and then."""
+        if self.store is not None:
+            self.store.circuit.check()
+            if not self.store.circuit.closed:
+                self._give_up_store_calls()
+
+    def _give_up_store_calls(self) -> None:
+        self._reads.give_up(self._config.store_call_limit_ms / 1000)
+        self._puts.give_up(float("inf"))  # a write that hangs still reads its host blocks: it is waited for
+
+    # ------------------------------------------------------------------------------- attaching, detaching
+
+    def attach_store(self, addresses: dict[str, Any], done: Callable[[dict[str, Any]], None]) -> None:
+        """Use the store at `addresses` (settings of EngineConfig; none: the last one) from now on; `done` gets `state`
+        and, when it is not there yet, `error`: it is then attached when it comes."""
+        self._control.submit(lambda: self._attach_store(addresses), done)
+
+    def _attach_store(self, addresses: dict[str, Any]) -> dict[str, Any]:
+        config = dataclasses.replace(self._config, **addresses, enable_kvcache_store=True)
+        if not self._memories:
+            return {"state": DETACHED, "error": "this instance has no host tier"}
+        other = any(getattr(self._config, name) != value for name, value in addresses.items())
+        self._config = config
+        if self._own_memory is None:
+            return {"state": self.store_state}  # another rank talks to the store
+        if self.store is not None and other:
+            self._retire(self.store)
+        if self.store is None or other:
+            self.store = self._new_store(config)
+            self.store.start(list(self._domains.values()), self._own_memory.address, self.host_bytes)
+        else:
+            self.store.circuit.wanted()
+        try:
+            self.store.look()
+        except StoreError as error:
+            return {"state": self.store.state, "error": str(error)}
+        return {"state": self.store.state}
+
+    def detach_store(self, done: Callable[[dict[str, Any]], None]) -> None:
+        """Ask the store for nothing more; what is under way is awaited, for as long as a call may take."""
+        self._control.submit(self._detach_store, done)
+
+    def _detach_store(self) -> dict[str, Any]:
+        self._config = dataclasses.replace(self._config, enable_kvcache_store=False)
+        if self.store is not None:
+            self.store.circuit.detach()
+            self._give_up_store_calls()
+            end = Deadline(self._config.store_call_limit_ms / 1000)
+            while self.store.circuit.busy and not end.passed():
+                time.sleep(_LOOK_S)
+        return {"state": self.store_state}
+
+    def _retire(self, store: KVCacheStore) -> None:
+        """Have done with a store, but for the memory of its client if the host blocks lie there."""
+        store.circuit.detach()
+        if store.lends_memory:
+            store.stop_watching()
+            self._retired.append(store)
+        else:
+            store.close()
 
     # ------------------------------------------------------------------------------------------------- end
 
     def clear_store(self, done: Callable[[dict[str, Any]], None]) -> None:
         """Remove this name space from the store after the writes submitted before; `done` gets `removed` or `error`."""
 
-        def work() -> None:
+        def work() -> dict[str, Any]:
             try:
-                done({"removed": 0 if self.store is None or self._rank else self.store.clear()})
+                return {"removed": 0 if self.store is None or self._rank else self.store.clear()}
             except StoreError as error:
-                done({"removed": 0, "error": str(error)})
+                return {"removed": 0, "error": str(error)}
 
-        self._threads["store-put"].submit(work)
+        self._puts.submit(work, done)
 
     def close(self) -> bool:
         """End all threads and the store client; False when the store library is stuck in a call (then `os._exit`)."""
         for thread in self._threads.values():
             thread.shutdown(wait=False, cancel_futures=True)
+        for calls in (self._reads, self._puts, self._control):
+            calls.close()
         self._copier.close()
-        return self.store is None or self.store.close()
+        return all([store.close() for store in (self.store, *self._retired) if store is not None])

@@ -137,6 +137,7 @@ class Worker:
     def _receive(self) -> None:
         while not self._stop.is_set():
             message = self._plans.receive(POLL_S)
+            self.transfer.watch_store()
             if message is None:
                 if self._plans.peer_gone():
                     log.info("the engine is gone: stopping")
@@ -159,6 +160,12 @@ class Worker:
         elif call.method == "stats":
             state = {"store_state": self.transfer.store_state}
             self.answer(WorkerResult(call.call_id, self.rank, {**self.stats.snapshot(), **state}))
+        elif call.method == "attach_store":
+            self.transfer.attach_store(
+                call.args, lambda value: self.answer(WorkerResult(call.call_id, self.rank, value))
+            )
+        elif call.method == "detach_store":
+            self.transfer.detach_store(lambda value: self.answer(WorkerResult(call.call_id, self.rank, value)))
         elif call.method == "clear_store":
             self.transfer.clear_store(lambda value: self.answer(WorkerResult(call.call_id, self.rank, value)))
         else:
