@@ -12,7 +12,8 @@ import pytest
 import zmq
 
 from xllm_hier.config import EngineConfig
-from xllm_hier.engine.core import EngineCore, api_address
+from xllm_hier.engine.block_pool import BlockPool
+from xllm_hier.engine.core import AWAY_S, EngineCore, api_address
 from xllm_hier.engine.remote_worker import RemoteWorkers, answer_address, plan_address
 from xllm_hier.errors import EngineDeadError
 from xllm_hier.plans import (
@@ -20,6 +21,7 @@ from xllm_hier.plans import (
     DecodeSequence,
     Forward,
     ForwardOutput,
+    OffloadCopied,
     PrefillSequence,
     TransferBlocks,
     TransferKvBlocks,
@@ -146,6 +148,47 @@ def test_ranks_that_live_are_left_alone_however_long_nothing_happens(bench: Benc
     end = time.monotonic() + 3 * LIMIT_S
     while time.monotonic() < end:
         bench.core._receive(0.05)
+
+
+def test_a_copy_that_does_not_end_is_blamed_on_the_rank_that_does_not_answer(bench: Bench) -> None:
+    pool = bench.core.manager.device
+    (block,) = pool.allocate(1) or [0]
+    bench.core.manager.host = bench.core.manager.write_back._host = BlockPool(4)
+    bench.core.manager.write_back.queue(block, bytes(16), bytes(16), None, put=False)
+    bench.core.manager.transfer_offload_blocks()
+    (transfer_id,) = bench.core.manager.write_back._offloads
+    bench.answers[0].send(OffloadCopied(transfer_id, 0, 1))
+    end = time.monotonic() + 20 * LIMIT_S
+    with pytest.raises(EngineDeadError, match=r"^worker 1: a write-back's copy took longer than 1 s"):
+        while time.monotonic() < end:
+            bench.core._receive(0.05)
+
+
+def test_an_engine_that_was_stopped_itself_blames_nobody(bench: Bench) -> None:
+    """Both ranks have answered long ago; then one has not, and gets the whole limit once more."""
+    bench.output(0)
+    bench.output(1)
+    real, steps = bench.core._receive, iter([AWAY_S + LIMIT_S])
+
+    def away(timeout_s: float) -> None:
+        time.sleep(next(steps, 0.0))
+        real(timeout_s)
+
+    bench.core._receive = away  # type: ignore[method-assign]
+    assert bench.step().token_ids.tolist() == [9]
+    late = threading.Timer(AWAY_S + 1.5 * LIMIT_S, bench.output, [0])
+    late.start()
+    bench.output(1)
+    steps = iter([AWAY_S + LIMIT_S])
+    assert bench.step().token_ids.tolist() == [9]
+    late.join()
+
+
+def test_views_that_differ_because_ranks_failed_tell_their_errors(bench: Bench) -> None:
+    bench.output(0, view="5 collectives", error="no memory")
+    bench.output(1, view="6 collectives", error="no memory")
+    with pytest.raises(EngineDeadError, match="worker 0 saw 5 collectives and failed: no memory"):
+        bench.step()
 
 
 def mapping(device: int = 1, host: int = 2) -> BlockMapping:

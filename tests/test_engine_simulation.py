@@ -132,6 +132,15 @@ def test_a_rate_that_goes_stale_within_a_turn_does_not_split_match_and_allocatio
         assert world.ask([*PROMPT, 18], 3).status == 200
 
 
+def test_decoded_blocks_that_are_still_copied_are_recomputed_elsewhere() -> None:
+    """Found with a guard removed. Two equal prompts: the one that was preempted ends while the copy of its decoded
+    blocks, made when it had to go, is still under way; they are not recomputed in place."""
+    settings = Settings(num_device=6, block_size=2, max_tokens=64, max_seqs=16, batch_size=1, pace=5.0, seed=345)
+    prompt = [8, 39, 5, 26]
+    events = [(0.0, "add", "first", prompt, 6, {}), (0.105, "add", "second", prompt, 6, {})]
+    assert replay(Script(settings, events)).scheduler.num_preemptions
+
+
 # ------------------------------------------------------------------------------------------------------ single laws
 
 

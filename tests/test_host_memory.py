@@ -150,6 +150,6 @@ def test_nobody_waits_for_ever_for_shared_memory(tmp_path: Path) -> None:
         memory.offer(tmp_path / "host", 1, 0.1)
     with pytest.raises(StartupError, match=r"nobody offered the host memory within 0.1 s"):
         HostMemory.receive(tmp_path / "host", MIB, 0.1)
-    with pytest.raises(OSError, match="no descriptor"):
+    with pytest.raises(LookupError, match="no descriptor"):
         HostMemory.at(memory.array[:1].copy().ctypes.data, 1).offer(tmp_path / "host", 1, 0.1)
     memory.close()

@@ -17,6 +17,10 @@ from serving import Server, wait_for
 from test_processes import prompt_of
 from tiny_models import make
 
+from xllm_hier.config import EngineConfig
+from xllm_hier.errors import StartupError
+from xllm_hier.launch import run_until_stopped
+
 LIMIT_S = 3.0
 FLAGS = ["--tp_size=2", "--block_size=16", "--max_cache_size=8MB", "--enable_kvcache_store=true"]
 FLAGS += ["--host_blocks_factor=2", "--store_segment_size=64MB", f"--worker_timeout_s={LIMIT_S:g}"]
@@ -139,6 +143,39 @@ def test_with_restart_on_failure_the_instance_comes_back_with_what_its_store_hol
             again = server.ask(PROMPT)
             assert again.bits == cold.bits and again.cached == (0, 399, 0)
         assert server.stop() == 0
+
+
+def test_a_start_that_fails_for_want_of_processes_is_tried_again_and_a_stop_ends_the_tries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[str] = []
+
+    class Flaky:
+        config = EngineConfig(model="tiny", restart_on_failure=True)
+
+        def start(self) -> None:
+            events.append("start")
+
+        def wait(self) -> int:
+            events.append("dies")
+            return 1
+
+        def restart(self) -> None:
+            events.append("restart")
+            if events.count("restart") == 1:
+                raise BlockingIOError("no processes left")
+            if events.count("restart") == 3:
+                raise StartupError("did not come up")
+
+        def stopping(self, timeout_s: float) -> bool:
+            return events.count("restart") == 3
+
+        def stop(self, *, graceful: bool) -> None:
+            events.append(f"stop {graceful}")
+
+    monkeypatch.setattr("xllm_hier.launch.signal.signal", lambda *_: None)
+    assert run_until_stopped(Flaky(), lambda _: events.append("serves")) == 0  # type: ignore[arg-type]
+    assert events == ["start", "serves", "dies", "restart", "restart", "serves", "dies", "restart", "stop True"]
 
 
 def healthy(server: Server) -> bool:

@@ -277,7 +277,7 @@ def test_a_pool_that_cannot_be_shared_is_replaced_by_memory_that_can(
     """A store client that has closed its descriptor: the host blocks are our own, and go to the store by staging."""
 
     def closed(address: int) -> tuple[int, int]:
-        raise OSError("no descriptor")
+        raise LookupError("no descriptor")
 
     monkeypatch.setattr("xllm_hier.host_memory._descriptor_of", closed)
     instance = Instance(meetings, store, 2, replicated=True)

@@ -210,6 +210,40 @@ def test_a_store_is_attached_and_detached_and_exchanged_under_load(
         server.wait_quiet()
 
 
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_store_that_accepts_connections_and_says_nothing_stops_no_forward(
+    model: Path, tmp_path: Path, direct: bool
+) -> None:
+    """It stands still before this instance has ever spoken to it: setting a client up would take 30 s of its life."""
+    with running_store(tmp_path) as store, Server(model, *COMMON, "--host_blocks_factor=2") as server:
+        expected = server.ask(prompts()[0]).bits
+        for pid in store.pids.values():
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            address = {"store_master_server_address": store.master_address}
+            told = server.admin(
+                "PUT", "store", address | ({} if direct else {"store_client_address": store.client_address})
+            )
+            assert told["state"] == "open" and "does not answer" in told["why"]
+            for _ in range(20):
+                start = time.monotonic()
+                assert server.ask(prompts()[0]).bits == expected
+                assert time.monotonic() - start < 4
+                time.sleep(0.3)
+        finally:
+            for pid in store.pids.values():
+                os.kill(pid, signal.SIGCONT)
+        wait_for(lambda: server.health()["store"] == "attached", 40)
+
+
+def test_instances_that_cannot_read_each_others_blocks_do_not_warn_of_each_others_numerics(
+    model: Path, store: EmbeddedStore
+) -> None:
+    for tp_size in (1, 2, 1):
+        with Server(model, *COMMON, *store_flags(store), f"--tp_size={tp_size}", "--model_id=one") as server:
+            assert server.stats()["store"].get("mixed_numerics", 0) == 0
+
+
 def served_by_the_store(server: Server) -> int:
     return int(server.stats()["prefix_tokens"]["store"])
 

@@ -114,8 +114,8 @@ class HostMemory:
         """Let `count` other processes `receive` this memory at `path`, a socket that is gone afterwards.
 
         Raises:
-            StartupError: not all of them came within `timeout_s`.
-            OSError: memory that somebody else owns has no descriptor in this process.
+            StartupError: not all of them came within `timeout_s`, or the socket cannot be made.
+            LookupError: memory that somebody else owns has no descriptor in this process.
         """
         fd, offset = (self.fd, 0) if self.fd is not None else _descriptor_of(self.address)
         deadline = time.monotonic() + timeout_s
@@ -133,6 +133,8 @@ class HostMemory:
                         ) from None
                     with connection:
                         socket.send_fds(connection, [_OFFER.pack(offset, _is_sealed(fd))], [fd])
+        except OSError as error:
+            raise StartupError(f"the host memory cannot be handed to the other workers: {error}") from error
         finally:
             path.unlink(missing_ok=True)
 
@@ -189,7 +191,7 @@ class HostMemory:
 def _descriptor_of(address: int) -> tuple[int, int]:
     """Our descriptor of the shared file that is mapped at `address`, and where in it `address` lies.
 
-    A store client keeps the one of its pool open for as long as it is mapped. Raises OSError when there is none.
+    A store client keeps the one of its pool open for as long as it is mapped. Raises LookupError when there is none.
     """
     for line in Path("/proc/self/maps").read_text(encoding="ascii", errors="replace").splitlines():
         span, _, offset, _, inode, *_ = line.split()
@@ -199,7 +201,7 @@ def _descriptor_of(address: int) -> tuple[int, int]:
                 with contextlib.suppress(OSError):
                     if int(inode) and os.fstat(int(name)).st_ino == int(inode) and _is_memory(int(name)):
                         return int(name), int(offset, 16) + address - start
-    raise OSError(f"no descriptor in this process holds the memory at {address:#x}")
+    raise LookupError(f"no descriptor in this process holds the memory at {address:#x}")
 
 
 def _is_sealed(fd: int) -> bool:

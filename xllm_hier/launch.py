@@ -158,7 +158,7 @@ class Instance:
         self._run_dir: Path | None = None
         self._meeting: Path | None = None  # of the present processes: sockets and files of those before are not seen
         self._starts = 0
-        self._stopping = threading.Event()
+        self._stopping = False  # a plain word: the lock of an event may be held when a signal comes
         self._poll_lock = threading.Lock()
 
     @property
@@ -257,7 +257,7 @@ class Instance:
 
     def _wait_ready(self, deadline: Deadline) -> None:
         while waiting := [child for child in self._children if child.info is None]:
-            if self._stopping.is_set():
+            if self._stopping:
                 raise StartupError("stopped while it came up")
             wait([child.pipe for child in waiting], min(_WATCH_S, deadline.remaining()))
             for child in self._children:
@@ -292,7 +292,7 @@ class Instance:
 
     def wait(self) -> int:
         """Watch until `request_stop` (returns 0) or until a process dies (returns 1); the caller then stops."""
-        while not self._stopping.is_set():
+        while not self._stopping:
             try:
                 self.poll()
             except EngineDeadError as error:
@@ -304,11 +304,14 @@ class Instance:
 
     def request_stop(self) -> None:
         """End `wait`, and a `start` under way; safe in a signal handler."""
-        self._stopping.set()
+        self._stopping = True
 
     def stopping(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` for `request_stop`; True when it came."""
-        return self._stopping.wait(timeout_s)
+        end = Deadline(timeout_s)
+        while not self._stopping and not end.passed():
+            time.sleep(min(_WATCH_S, end.remaining()))
+        return self._stopping
 
     def _let_api_answer(self) -> None:
         for child in self._children:
@@ -317,7 +320,7 @@ class Instance:
 
     def stop(self, *, graceful: bool = True) -> None:
         """End every process: the api first, which drains when `graceful`; by force when one does not end in time."""
-        self._stopping.set()
+        self._stopping = True
         self._end_processes(graceful=graceful)
         if self._store is not None:
             self._store.stop()
@@ -372,29 +375,34 @@ def run_until_stopped(instance: Instance, announce: Callable[[Instance], None]) 
     started = time.monotonic()
     instance.start()
     log.info("all processes are up after %.1f s", time.monotonic() - started)
-    announce(instance)
-    code = instance.wait()
-    while code != 0 and instance.config.restart_on_failure:
-        if not _restarted(instance):
-            code = 0
-            break
-        announce(instance)
-        code = instance.wait()
-    instance.stop(graceful=code == 0)
+    pause, code = _FIRST_PAUSE_S, 1
+    try:
+        while True:
+            announce(instance)
+            started = time.monotonic()
+            code = instance.wait()
+            if code == 0 or not instance.config.restart_on_failure:
+                break
+            lived_s = time.monotonic() - started
+            pause = _FIRST_PAUSE_S if lived_s > _LONGEST_PAUSE_S else min(2 * pause, _LONGEST_PAUSE_S)
+            if not _restarted(instance, pause):
+                code = 0
+                break
+    finally:
+        instance.stop(graceful=code == 0)
     return code
 
 
-def _restarted(instance: Instance) -> bool:
+def _restarted(instance: Instance, pause: float) -> bool:
     """Try to bring the instance up until it is; False when it is told to stop meanwhile.
 
-    The pauses between the tries grow, so that what cannot come up does not burn the machine.
+    The pauses before the tries grow, so that what cannot come up, or does not live long, does not burn the machine.
     """
-    pause = _FIRST_PAUSE_S
     while not instance.stopping(pause):
         try:
             instance.restart()
             return True
-        except XllmError as error:
+        except (XllmError, OSError) as error:  # no memory or no processes left, for a while
             pause = min(2 * pause, _LONGEST_PAUSE_S)
             log.error("the instance did not come up again, the next try is in %g s: %s", pause, error)
     return False

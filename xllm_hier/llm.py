@@ -25,7 +25,7 @@ from .api.output import ChoiceDecoder, TokenEvent, decode_choice
 from .api.sampling import SamplingParams, ServedModel, build_requests
 from .api.tokenizer import Tokenizer, load_tokenizer
 from .config import EngineConfig
-from .errors import EngineDeadError, RequestError
+from .errors import ConfigError, EngineDeadError, RequestError
 from .launch import Instance
 from .plans import AddRequest, PromptUsage, TokenLogprob
 from .wire import Deadline
@@ -89,6 +89,8 @@ class LLM:
 
             model = demo_model_folder()
         self.config = EngineConfig(model=str(model), **settings)
+        if self.config.restart_on_failure:
+            raise ConfigError("restart_on_failure", True, "false for an LLM object (only a served instance restarts)")
         self.tokenizer: Tokenizer | None = load_tokenizer(self.config.tokenizer_folder)
         self._instance = Instance(self.config, api=False)
         self._instance.start()

@@ -46,9 +46,12 @@ def key_prefix(
     return f"{NAME_SPACE}:{_text(model_id)}:{_text(key_component)}:{topology}:{schema_hash}:"
 
 
-def numerics_key(model_id: str, numerics_id: str) -> str:
-    """Object whose existence says that instances with this numerics id write to the name space; no block's key."""
-    return f"xllm-numerics:{_text(model_id)}:{_text(numerics_id)}"
+def numerics_key(model_id: str, readers: str, numerics_id: str) -> str:
+    """Object whose existence says that instances with this numerics id write to the name space; no block's key.
+
+    `readers` tells apart those that cannot read each other's blocks anyway.
+    """
+    return f"xllm-numerics:{_text(model_id)}:{_text(readers)}:{_text(numerics_id)}"
 
 
 def name_space_regex(model_id: str) -> str:

@@ -45,6 +45,7 @@ log = logging.getLogger("xllm.engine")
 IDLE_WAIT_S = 0.2
 STALLED_WAIT_S = 0.02  # work is queued but waits for blocks or a prefetch: look again soon
 CALL_LIMIT_S = 30.0
+AWAY_S = 2.0  # between two looks at the messages: longer than any step of the books, so the process was stopped
 ONE_FAILED_S = 5.0  # after one rank's forward failed: for the others to fail alike, or to be found dead
 SETTLE_LIMIT_S = 5.0  # a clear waits so long for transfers to end before it takes what there is
 
@@ -112,7 +113,8 @@ class EngineCore:
         self._draining = False
         self._stop = False
         self._stalled = False  # the last turn found nothing that can run
-        self._started = time.monotonic()
+        self._started = self._looked_at = time.monotonic()
+        self._back_at = float("-inf")
         self._num_steps = 0
         self._compute_s = self._wait_s = 0.0
         self._worker_stats: dict[str, Any] = {"store_state": first.details.get("store_state", "detached")}
@@ -185,7 +187,10 @@ class EngineCore:
             failed = {rank: out.error for rank, out in self._forward_outputs.items() if out.error is not None}
             if failed and deadline.remaining() > ONE_FAILED_S:
                 deadline = Deadline(ONE_FAILED_S)
-            if deadline.passed():
+            if len(self._forward_outputs) < num_workers and deadline.passed():
+                if self._was_away():
+                    deadline = Deadline(limit_s)
+                    continue
                 silent = sorted(set(range(num_workers)) - set(self._forward_outputs))
                 if failed:
                     errors = "; ".join(f"worker {rank}: {error}" for rank, error in sorted(failed.items()))
@@ -198,16 +203,27 @@ class EngineCore:
             raise EngineDeadError(f"a worker answered another step than {step_id}")
         views = {rank: outputs[rank].view for rank in sorted(outputs)}
         if len(set(views.values())) > 1:
-            seen = "; ".join(f"worker {rank} saw {view}" for rank, view in views.items())
+            seen = "; ".join(
+                f"worker {rank} saw {view}" + (f" and failed: {outputs[rank].error}" if outputs[rank].error else "")
+                for rank, view in views.items()
+            )
             raise EngineDeadError(f"the ranks' caches have gone apart: {seen}")
         failed_batches = sorted({batch for output in outputs.values() for batch in output.failed_batches})
         outputs[0].failed_batches[:] = failed_batches
         return next((output for output in outputs.values() if output.error is not None), outputs[0])
 
+    def _was_away(self) -> bool:
+        """This process itself stood still a moment ago: answers may be on their way that would have been in time."""
+        return time.monotonic() - self._back_at < AWAY_S
+
     # -------------------------------------------------------------------------------------------- messages
 
     def _receive(self, timeout_s: float) -> None:
         """Handle every message that is there; wait up to `timeout_s` for the first."""
+        self._looked_at, before = time.monotonic(), self._looked_at
+        if self._looked_at - before > AWAY_S:
+            self._back_at = self._looked_at
+            self.workers.forgive()
         for answer in self.workers.receive(timeout_s, also=self.api):
             self._on_worker(answer)
         for rank, state in self.workers.take_states():
@@ -218,8 +234,10 @@ class EngineCore:
         if self.api.peer_gone():
             log.info("the client of this engine is gone: stopping")
             self._stop = True
-        if self.manager.write_back.oldest_copy_s() > self.config.worker_timeout_s:
-            raise EngineDeadError(f"a write-back's copy took longer than {self.config.worker_timeout_s:g} s")
+        age_s, ranks = self.manager.write_back.oldest_copy()
+        if age_s > self.config.worker_timeout_s and not self._was_away():
+            who = self.workers.blame(ranks)
+            raise EngineDeadError(f"{who}: a write-back's copy took longer than {self.config.worker_timeout_s:g} s")
         self.manager.store_reads.release_quarantine()
 
     def _on_worker(self, answer: Any) -> None:
@@ -428,7 +446,9 @@ def merge_worker_stats(stats: list[dict[str, Any]]) -> dict[str, Any]:
             into["sum"] += histogram["sum"]
             into["count"] += histogram["count"]
         for name, amount in one.get("store", {}).items():
-            merged["store"][name] = merged["store"].get(name, 0) + amount
+            have = merged["store"].get(name, 0)
+            # A logical block is hit or missed once, however many ranks have a part of it.
+            merged["store"][name] = max(have, amount) if name.endswith("_blocks") else have + amount
     states = [one.get("store_state", "detached") for one in stats]
     merged["store_state"] = max(states, key=_STATE_ORDER.index, default="detached")
     merged["transfer_failures"] = [[kind, cause, count] for (kind, cause), count in sorted(failures.items())]

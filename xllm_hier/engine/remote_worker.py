@@ -108,6 +108,11 @@ class RemoteWorkers:
                     self._pinged[rank] = now
                     self._plans[rank].send(WorkerCall(_PING, "ping"))
 
+    def forgive(self) -> None:
+        """We have not listened for a while: whoever was silent is asked anew."""
+        now = time.monotonic()
+        self._pinged = dict.fromkeys(self._pinged, now)
+
     def blame(self, silent: Sequence[int]) -> str:
         """Who keeps `silent` from answering, as far as can be told: ranks wait for each other in collectives, so that
         one that stands still silences all."""

@@ -174,10 +174,15 @@ class WriteBack:
         """A copy still has to read device blocks: they come back by themselves."""
         return bool(self._pairs) or any(len(o.copied) < self._link.num_workers for o in self._offloads.values())
 
-    def oldest_copy_s(self) -> float:
-        """Age in seconds of the write-back that has waited longest for its copy to the host; 0 when there is none.
+    def oldest_copy(self) -> tuple[float, list[int]]:
+        """Age in seconds of the write-back that has waited longest for its copy to the host, and the ranks it waits
+        for; 0 when there is none.
 
         Store writes do not count: a slow or hung store is no reason to doubt the worker.
         """
-        starts = [o.started for o in self._offloads.values() if len(o.copied) < self._link.num_workers]
-        return time.monotonic() - min(starts) if starts else 0.0
+        waiting = [o for o in self._offloads.values() if len(o.copied) < self._link.num_workers]
+        if not waiting:
+            return 0.0, []
+        oldest = min(waiting, key=lambda offload: offload.started)
+        ranks = set(range(self._link.num_workers)) - set(oldest.copied)
+        return time.monotonic() - oldest.started, sorted(ranks)

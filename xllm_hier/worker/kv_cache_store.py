@@ -30,6 +30,7 @@ from .transfer_stats import TransferStats
 log = logging.getLogger("xllm.store")
 
 PROBE_S = 1.0
+LONGEST_PAUSE_S = 8.0  # between looks for a store that was away the last times
 NUMERICS_PROBE_S = 30.0
 STAGING_BLOCKS = 32
 _NO_SPACE = -200
@@ -91,8 +92,9 @@ def trailer_mismatch(cache: BlockCache, block: int, block_hash: bytes) -> str | 
 class KVCacheStore:
     """The store as one worker sees it; `prefetch` and `put` may run on two threads at once.
 
-    `numerics_id` names what the bits of this instance depend on (see ModelRunner.details): instances with different ones
-    may share a name space, but then hits are equal only up to rounding, and all of them say so (`mixed_numerics`).
+    `numerics_id` names what the bits of this instance depend on (see ModelRunner.details): instances with different
+    ones may share a name space, but then hits are equal only up to rounding, and all of them say so
+    (`mixed_numerics`).
     `on_open` is called when the store is left alone from now on.
     """
 
@@ -187,8 +189,10 @@ class KVCacheStore:
     def look(self) -> None:
         """Find out now whether the store is there, instead of within a second. Raises StoreError when it is not."""
         if not self._client.reachable():
-            raise StoreError("nobody answers there")
+            raise StoreError("nobody listens there")
         if not self._client.connected:
+            if not self._client.answers():
+                raise StoreError("somebody listens there and does not answer")
             self._client.connect(2 * self._staging_bytes(self._memory[1]))
         self._attach()
 
@@ -209,8 +213,7 @@ class KVCacheStore:
         """Leave our numerics id in the name space; when another is there already, mark the name space as mixed."""
         if not self._numerics_id:
             return
-        ours, mixed = (numerics_key(self._config.name_space, what) for what in (self._numerics_id, "mixed"))
-        first = numerics_key(self._config.name_space, "any")
+        ours, mixed, first = (self._mark(what) for what in (self._numerics_id, "mixed", "any"))
         any_there, ours_there, is_mixed = self._client.exist([first, ours, mixed])
         if not any_there:
             self._put_marks([first, ours])
@@ -221,11 +224,16 @@ class KVCacheStore:
             self.mixed_numerics = True
             self._stats.count("mixed_numerics")
             log.warning(
-                "instances with other numerics than %s (other CPU, threads, dtype or tiles) share the name space %s: "
+                "instances with other numerics than %s (other CPU, threads, ranks, dtype, tiles) share name space %s: "
                 "store hits are equal up to rounding only; use another --model_id for equal bits",
                 self._numerics_id,
                 self._config.name_space,
             )
+
+    def _mark(self, what: str) -> str:
+        """Key of a mark, among those of who reads the same objects: blocks of a rank are its number of ranks' alone."""
+        shared = any(entry.cache.layout.replicated for entries in self._entries.values() for entry in entries)
+        return numerics_key(self._config.name_space, "mla" if shared else f"tp{self._config.tp_size}", what)
 
     def _put_marks(self, keys: Sequence[str]) -> None:
         """Objects without content: that they exist is all they say. Mooncake takes none of size 0."""
@@ -256,7 +264,8 @@ class KVCacheStore:
 
     def _watch(self) -> None:
         """Look for a store that was lost, once a second, on a thread of its own: nobody waits for it."""
-        compared_at = time.monotonic()
+        compared_at = look_at = time.monotonic()
+        pause = PROBE_S / 2
         while not self._stop.wait(PROBE_S):
             state, due = self.state, time.monotonic() - compared_at > NUMERICS_PROBE_S
             if state == DETACHED or (state == ATTACHED and (self.mixed_numerics or not due)):
@@ -266,7 +275,12 @@ class KVCacheStore:
                 if state == ATTACHED:
                     self._compare_numerics()
                 elif state == OPEN:
+                    if self.circuit.busy or time.monotonic() < look_at:
+                        continue  # a call is stuck, or the last look was in vain
+                    pause = min(2 * pause, LONGEST_PAUSE_S)
+                    look_at = time.monotonic() + pause
                     self.look()
+                    pause = PROBE_S / 2
                 else:
                     self._client.exist([self._probe_key()])
                     self.circuit.judge(good=True)

@@ -171,7 +171,7 @@ class HierarchyKVCacheTransfer:
         peers, path = self._config.tp_size - 1, self._meeting / _HOST_SOCKET
         try:
             memory.offer(path, peers, self._config.startup_timeout_s)
-        except OSError as error:
+        except LookupError as error:
             log.warning("the store client's memory cannot be shared (%s): its objects take one more copy", error)
             assert self.store is not None
             self.store.keep_apart()
@@ -450,4 +450,5 @@ class HierarchyKVCacheTransfer:
         for calls in (self._reads, self._puts, self._control):
             calls.close()
         self._copier.close()
-        return all([store.close() for store in (self.store, *self._retired) if store is not None])
+        ended = [store.close() for store in (self.store, *self._retired) if store is not None]
+        return all(ended)

@@ -9,9 +9,12 @@ object that must not be used. Put returns 0 for "stored or already there", so on
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +28,16 @@ MAX_KEYS = 256  # per call; two threads at most call at once, far below the 1024
 _LOCAL_BUFFER = 16 << 20
 _CONNECT_S = 1.0
 _MISSING = -704
+_PROBE_POOL = 1 << 20
+_PROBE_LIMIT_S = 5.0
+_PROBE = f"""
+import json, os, signal, sys
+signal.alarm({int(_PROBE_LIMIT_S) + 1})
+from mooncake.store import MooncakeDistributedStore
+method, arguments = json.loads(sys.argv[1])
+store = MooncakeDistributedStore()
+os._exit(getattr(store, method)(*arguments) != 0 or store.is_exist("probe") < 0)
+"""
 # Codes of a read that has not touched, and will not touch, its buffer: no such key, not ready, bad arguments.
 ENDED_READS = frozenset({_MISSING, -703, -600})
 
@@ -92,19 +105,8 @@ class MooncakeClient:
             raise StoreError(f"no store at {self._endpoint()}")
         self._check_rdma()
         store = library("store").MooncakeDistributedStore()
-        if self.through_node:
-            code = store.setup_dummy(pool_bytes, _LOCAL_BUFFER, config.store_client_address)
-        else:
-            host, port = split_address(config.store_local_hostname)
-            code = store.setup(
-                f"{host}:{port + self._rank}",
-                config.store_metadata_server,
-                0,
-                0,
-                config.store_protocol,
-                config.store_rdma_devices if config.store_protocol == "rdma" else "",
-                config.store_master_server_address,
-            )
+        method, arguments = self._set_up(pool_bytes)
+        code = getattr(store, method)(*arguments)
         if code != 0:
             raise StoreError(f"set-up of the store client at {self._endpoint()} failed with code {code}")
         with self._condition:
@@ -112,6 +114,36 @@ class MooncakeClient:
                 store.close()
                 raise StoreError("the store client is closed")
             self._store = store
+
+    def _set_up(self, pool_bytes: int) -> tuple[str, list[Any]]:
+        """The library's call that sets a client up, and its arguments."""
+        config = self._config
+        if self.through_node:
+            return "setup_dummy", [pool_bytes, _LOCAL_BUFFER, config.store_client_address]
+        host, port = split_address(config.store_local_hostname)
+        devices = config.store_rdma_devices if config.store_protocol == "rdma" else ""
+        addresses = [config.store_protocol, devices, config.store_master_server_address]
+        return "setup", [f"{host}:{port + self._rank}", config.store_metadata_server, 0, 0, *addresses]
+
+    def answers(self) -> bool:
+        """Whether a set-up would go through; tried by a process that is thrown away.
+
+        A set-up holds the interpreter's lock, and takes 30 s when the other side accepts connections and says nothing:
+        in this process that would stop forwards and signs of life.
+        """
+        call = json.dumps(self._set_up(_PROBE_POOL))
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", _PROBE, call],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=_PROBE_LIMIT_S,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+        return done.returncode == 0
 
     def _endpoint(self) -> str:
         return self._config.store_client_address or self._config.store_master_server_address
