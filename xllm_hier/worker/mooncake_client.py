@@ -100,7 +100,6 @@ class MooncakeClient:
         Raises:
             StoreError: nobody answers, or the library refuses.
         """
-        config = self._config
         if not self.reachable():
             raise StoreError(f"no store at {self._endpoint()}")
         self._check_rdma()
