@@ -7,19 +7,25 @@ allows, chosen by a seeded generator, and answers come in any order, so reuse of
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from simulation.contents import POISON, next_token, reference, value
+from simulation.ranks import hashes_of
+
+from xllm_hier.engine.audit import Auditor
 from xllm_hier.engine.block_manager import HierarchyBlockManagerPool
 from xllm_hier.engine.restore_policy import RestorePolicy
 from xllm_hier.engine.scheduler import Scheduler
 from xllm_hier.engine.store_reads import ReadLimits
-from xllm_hier.hashing import HASH_BYTES
 from xllm_hier.plans import (
+    DIFFERENT,
+    EQUAL,
     UNKNOWN,
     AddRequest,
+    BlocksCompared,
+    CompareBlocks,
     Forward,
     ForwardOutput,
     OffloadCopied,
@@ -35,32 +41,7 @@ from xllm_hier.plans import (
     ints,
 )
 
-VOCABULARY = 50
-POISON = b"poison"
-
-
-def value(before: bytes, token: int, path: str) -> bytes:
-    return hashlib.blake2b(before + token.to_bytes(4, "little") + path.encode(), digest_size=8).digest()
-
-
-def next_token(last: bytes) -> int:
-    return int.from_bytes(last[:4], "little") % VOCABULARY
-
-
-def reference(prompt: list[int], max_tokens: int) -> list[int]:
-    """What a run without any cache answers."""
-    last = b""
-    for token in prompt:
-        last = value(last, token, "P")
-    answer = [next_token(last)]
-    while len(answer) < max_tokens:
-        last = value(last, answer[-1], "D")
-        answer.append(next_token(last))
-    return answer
-
-
-def hashes_of(raw: bytes) -> list[bytes]:
-    return [raw[start : start + HASH_BYTES] for start in range(0, len(raw), HASH_BYTES)]
+__all__ = ["Faults", "SimulatedWorkers", "Simulation", "reference"]
 
 
 @dataclass
@@ -91,6 +72,8 @@ class SimulatedWorkers:
         self.late: list[Callable[[], None]] = []  # loads registered, copied at the next forward at the latest
         self.sent: list[object] = []
         self.failed_loads: set[int] = set()
+        self.verdict = 0
+        self.on_compared: Callable[[BlocksCompared], None] = lambda answer: None
 
     def broadcast(self, message: object) -> None:
         self.sent.append(message)
@@ -100,6 +83,15 @@ class SimulatedWorkers:
             self._offload(message)
         elif isinstance(message, PrefetchFromStorage):
             self._prefetch(message)
+        elif isinstance(message, CompareBlocks):
+            self._compare(message)
+
+    def _compare(self, plan: CompareBlocks) -> None:
+        pairs = zip(plan.first.tolist(), plan.second.tolist(), strict=True)
+        verdicts = [EQUAL if self.device[one] == self.device[other] else DIFFERENT for one, other in pairs]
+        for rank in range(self.num_workers):
+            answer = BlocksCompared(plan.compare_id, rank, bytes(self.verdict or verdict for verdict in verdicts))
+            self.pending.append(lambda manager, answer=answer: self.on_compared(answer))
 
     def _now_or_later(self, work: Callable[[], None], later: list[Callable[[], None]]) -> None:
         if self.random.random() < 0.5:
@@ -259,6 +251,7 @@ class Simulation:
     prefetch_batch_size: int = 2
     prefetch_deadline_ms: int = 0
     policy: RestorePolicy | None = None
+    audit_rate: int = 0
     enable_prefix_cache: bool = True
     faults: Faults = field(default_factory=Faults)
     share: float = 1.0  # of the pending answers that arrive per step
@@ -287,8 +280,13 @@ class Simulation:
             policy=self.policy,
         )
         self.scheduler = Scheduler(
-            self.manager, max_tokens=self.max_tokens, max_seqs=self.max_seqs, chunk_tokens=self.chunk_tokens
+            self.manager,
+            max_tokens=self.max_tokens,
+            max_seqs=self.max_seqs,
+            chunk_tokens=self.chunk_tokens,
+            auditor=Auditor(self.manager, self.audit_rate),
         )
+        self.workers.on_compared = self.scheduler.auditor.on_compared
 
     def add(self, prompt: list[int], max_tokens: int = 3, **fields: object) -> str:
         request_id = f"r{self.count}"
@@ -318,7 +316,8 @@ class Simulation:
     def run(self, limit: int = 2000) -> None:
         """Until nothing is open or under way."""
         for _ in range(limit):
-            if not self.scheduler.sequences and not self.scheduler.canonical and not self.manager.busy:
+            waits = self.scheduler.sequences or self.scheduler.canonical or self.scheduler.auditor.has_work
+            if not waits and not self.manager.busy and not self.scheduler.auditor.comparing:
                 return
             self.step()
         raise AssertionError("the engine does not come to rest")

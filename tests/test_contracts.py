@@ -276,7 +276,7 @@ def model(tmp_path: Path) -> str:
             "host:port or etcd://",
         ),
         (["--store_protocol=udp"], "store_protocol", "tcp | rdma | ascend"),
-        (["--tp_size=2"], "tp_size", "an integer from 1 to 1"),
+        (["--tp_size=0"], "tp_size", "an integer from 1 to 1024"),
         (["--port=70000"], "port", "from 0 to 65535"),
         (["--block_size=32", "--prefill_tile_rows=100"], "prefill_tile_rows", "multiple of block_size 32"),
     ],

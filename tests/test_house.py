@@ -25,6 +25,7 @@ FLOORS = [
         "engine.sequence",
         "engine.write_back",
         "engine.restore_policy",
+        "engine.audit",
         "engine.store_reads",
         "engine.block_manager",
         "engine.scheduler",

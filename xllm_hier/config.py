@@ -109,6 +109,16 @@ class EngineConfig:
         "always = whatever can be restored is",
         choices=("measured", "always"),
     )
+    verify_host_blocks: bool = _setting(
+        True, CACHE, "check the sum of each host block beside its copy to the device; what does not fit is recomputed"
+    )
+    audit_rate: int = _setting(
+        0,
+        CACHE,
+        "compute the restored prefix of 1 in N requests again, in idle time, and compare; a difference is an alarm and "
+        "ends all restoring; 0 = no audit",
+        low=0,
+    )
     decode_kv_reuse: str = _setting(
         "canonical",
         CACHE,

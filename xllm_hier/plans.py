@@ -242,6 +242,19 @@ class Forward:
     decode: list[DecodeSequence]
 
 
+EQUAL, ROUNDING, DIFFERENT = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class CompareBlocks:
+    """Compare device blocks `first[i]` and `second[i]`, after the forwards sent before; answer: `BlocksCompared`."""
+
+    compare_id: int
+    block_type: str
+    first: Ints
+    second: Ints
+
+
 @dataclass(frozen=True)
 class WorkerCall:
     """An order to one worker outside of the plans, answered at any time.
@@ -337,6 +350,15 @@ class ForwardOutput:
     wait_s: float
     error: str | None = None
     view: str = ""
+
+
+@dataclass(frozen=True)
+class BlocksCompared:
+    """A rank's verdict on each pair: EQUAL bit for bit, ROUNDING (near), or DIFFERENT."""
+
+    compare_id: int
+    rank: int
+    verdicts: bytes
 
 
 @dataclass(frozen=True)

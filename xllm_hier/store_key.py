@@ -14,6 +14,8 @@ from urllib.parse import quote
 from .block import BlockType
 
 NAME_SPACE = "xllm-kv-v3"
+NUMERICS = "xllm-numerics"
+IDENTITY = "xllm-identity"
 MAIN = "main"
 
 
@@ -51,14 +53,19 @@ def numerics_key(model_id: str, readers: str, numerics_id: str) -> str:
 
     `readers` tells apart those that cannot read each other's blocks anyway.
     """
-    return f"xllm-numerics:{_text(model_id)}:{_text(readers)}:{_text(numerics_id)}"
+    return f"{NUMERICS}:{_text(model_id)}:{_text(readers)}:{_text(numerics_id)}"
+
+
+def identity_key(model_id: str, key_component: str) -> str:
+    """Object that holds the identity of the one model whose blocks are kept under `model_id` and `key_component`."""
+    return f"{IDENTITY}:{_text(model_id)}:{_text(key_component)}"
 
 
 def name_space_regex(model_id: str) -> str:
-    """Regular expression that matches every key of one model, for removing them from the store."""
+    """Regular expression that matches every key of one model, marks included, for removing them from the store."""
     special = set(".^$*+?()[]{}|\\")
-    prefix = f"{NAME_SPACE}:{_text(model_id)}:"
-    return "^" + "".join(f"\\{char}" if char in special else char for char in prefix) + ".*"
+    name = "".join(f"\\{char}" if char in special else char for char in _text(model_id))
+    return f"^({NAME_SPACE}|{NUMERICS}|{IDENTITY}):{name}:.*"
 
 
 def group_id(model_id: str, block_type: BlockType, block_hash: bytes) -> str:

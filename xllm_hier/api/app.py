@@ -94,11 +94,13 @@ async def health(request: Request) -> Response:
         return JSONResponse({"status": "draining", "store": service.stats.store_state}, 503)
     values = await service.stats.refresh(_STATS_S)
     store = service.stats.store_state
-    wrong = store in ("degraded", "open")
+    alarm = bool(values.get("cache_alarm"))
+    wrong = alarm or store in ("degraded", "open")
     return JSONResponse(
         {
             "status": "degraded" if wrong or not service.stats.fresh else "ok",
             "store": store,
+            "cache_alarm": alarm,
             "engine_answers": service.stats.fresh,
             "running": values.get("running", 0),
             "waiting": values.get("waiting", 0),

@@ -130,6 +130,12 @@ class _EngineCollector(Collector):
             for decision, count in counts.items():
                 decisions.add_metric([tier, decision], count)
         yield decisions
+        audits = CounterMetricFamily("xllm_audits", "restored prefixes computed again, by result", labels=["result"])
+        for result, count in values.get("audits", {}).items():
+            audits.add_metric([result], count)
+        yield audits
+        alarm = float(bool(values.get("cache_alarm")))
+        yield GaugeMetricFamily("xllm_cache_alarm", "1 when an audit found a wrong block: nothing is restored", alarm)
         yield from _transfers(values)
         state = GaugeMetricFamily("xllm_store_state", "1 for the state the store is in", labels=["state"])
         for name in STORE_STATES:

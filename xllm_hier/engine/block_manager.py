@@ -64,12 +64,12 @@ class HierarchyBlockManagerPool:
         self._planned_loads: list[_Load] = []
         self._batches: dict[int, list[_Load]] = {}
         self._failed_acks: set[int] = set()
-        self.write_back = WriteBack(link, self.device, self.host, self._new_id, store_enabled=self.store_enabled)
+        self.write_back = WriteBack(link, self.device, self.host, self.new_id, store_enabled=self.store_enabled)
         self.store_reads = StoreReads(
             link,
             self.device,
             self.host,
-            self._new_id,
+            self.new_id,
             limits=limits or ReadLimits(),
             policy=self.policy,
             candidates=self._num_candidates,
@@ -83,7 +83,22 @@ class HierarchyBlockManagerPool:
         """Read from and write to the store from now on, or no more; what is under way goes on."""
         self.store_enabled = self.write_back.store_enabled = enabled and self.host.num_blocks > 0
 
-    def _new_id(self) -> int:
+    def distrust(self) -> None:
+        """Restore nothing any more, forget what could be, and write nothing to the store."""
+        self._store_was_enabled = self.store_enabled
+        self.use_store(False)
+        self.policy.trusted = False
+        for tier in ("device", "host"):
+            self.clear(tier)
+
+    def trust(self) -> None:
+        """Undo `distrust`."""
+        if not self.policy.trusted:
+            self.policy.trusted = True
+            self.use_store(self._store_was_enabled)
+
+    def new_id(self) -> int:
+        """Ids of plans only grow, and none is used twice."""
         self._next_id += 1
         return self._next_id
 
@@ -209,6 +224,8 @@ class HierarchyBlockManagerPool:
         sequence.probed = True
         self._account(sequence, restored, num_hit_tokens)
         if targets:
+            # Decoded blocks, which a preempted request gets back, have bits that no prompt gives.
+            sequence.num_restored = min(len(restored), sequence.prompt_length // self.block_size)
             self.policy.count("host", "restored")
         elif not self.policy.loading_pays() and self._host_has(sequence, len(restored)):
             self.policy.count("host", "recomputed")
@@ -258,7 +275,7 @@ class HierarchyBlockManagerPool:
         """Send the load planned since the last call; its batch ids (none or one) go into the next Forward."""
         if not self._planned_loads:
             return []
-        batch_id, loads = self._new_id(), self._planned_loads
+        batch_id, loads = self.new_id(), self._planned_loads
         self._planned_loads = []
         self._batches[batch_id] = loads
         mapping = block_mapping((load.device, load.host, load.block_hash) for load in loads)

@@ -21,6 +21,7 @@ from ..errors import EngineDeadError, XllmError
 from ..plans import (
     AbortRequest,
     AddRequest,
+    BlocksCompared,
     Call,
     CallResult,
     ForwardOutput,
@@ -34,6 +35,7 @@ from ..plans import (
     WorkerResult,
 )
 from ..wire import Channel, Deadline
+from .audit import Auditor
 from .block_manager import HierarchyBlockManagerPool
 from .remote_worker import POLL_S, RemoteWorkers
 from .restore_policy import RestorePolicy
@@ -95,7 +97,9 @@ class EngineCore:
             max_tokens=config.max_tokens_per_batch,
             max_seqs=config.max_seqs_per_batch,
             chunk_tokens=config.chunk_tokens,
+            auditor=Auditor(self.manager, config.audit_rate),
         )
+        self._exact = bool(first.details.get("batch_invariant")) and config.decode_kv_reuse != "as_is"
         self.max_model_len = min(first.max_model_len, num_device_blocks * self.block_size)
         self.vocab_size = first.vocab_size
         self._block_bytes = first.block_bytes
@@ -105,6 +109,7 @@ class EngineCore:
             "host": sum(int(answer.details.get("host_bytes", 0)) for answer in ready),
         }
         self.ready = ready
+        self._mixed = False
         self._forward_outputs: dict[int, ForwardOutput] = {}
         self._questions: dict[int, _WorkerQuestion] = {}
         self._next_question = 0
@@ -227,6 +232,8 @@ class EngineCore:
         for answer in self.workers.receive(timeout_s, also=self.api):
             self._on_worker(answer)
         for rank, state in self.workers.take_states():
+            self._mixed |= bool(state.get("mixed_numerics"))
+            self.scheduler.auditor.exact = self._exact and not self._mixed
             self.manager.policy.loaded(rank, state.get("loaded_bytes", 0) / self._block_bytes, state.get("load_s", 0.0))
         while (message := self.api.receive(0)) is not None:
             self._on_api(message)
@@ -251,6 +258,8 @@ class EngineCore:
             self.manager.write_back.on_copied(answer)
         elif isinstance(answer, OffloadStored):
             self.manager.write_back.on_stored(answer)
+        elif isinstance(answer, BlocksCompared):
+            self.scheduler.auditor.on_compared(answer)
         elif isinstance(answer, WorkerResult):
             question = self._questions.get(answer.call_id)
             if question is not None:
@@ -350,6 +359,8 @@ class EngineCore:
     def _clear(self, call: Call) -> None:
         tiers = call.args.get("tiers", ["device", "host", "store"])
         cleared = {tier: self.manager.clear(tier) for tier in tiers if tier != "store"}
+        if set(tiers) == {"device", "host", "store"}:
+            self.scheduler.auditor.reset()
         if "store" not in tiers:
             self._answer(call, {"cleared": cleared})
             return
@@ -373,7 +384,8 @@ class EngineCore:
             states = [value.get("state", "open") for value in values.values()]
             states += ["open"] * (self.workers.num_workers - len(values))
             errors = [value["error"] for value in values.values() if value.get("error")]
-            self._worker_stats["store_state"] = max(states, key=_STATE_ORDER.index)
+            refused = any(value.get("refused") for value in values.values())
+            self._worker_stats["store_state"] = "detached" if refused else max(states, key=_STATE_ORDER.index)
             self._answer(call, {"state": self._worker_stats["store_state"], **({"why": errors[0]} if errors else {})})
 
         self._ask_workers(call.method, done, call.args)
@@ -418,6 +430,8 @@ class EngineCore:
             "load_wait_s": self._wait_s,
             "failed_loads": manager.num_failed_loads,
             "restore_decisions": manager.policy.decisions,
+            "audits": scheduler.auditor.results,
+            "cache_alarm": scheduler.auditor.alarm,
             "failed_offloads": manager.write_back.num_failed,
             "uptime_s": time.monotonic() - self._started,
         }
@@ -451,6 +465,9 @@ def merge_worker_stats(stats: list[dict[str, Any]]) -> dict[str, Any]:
             merged["store"][name] = max(have, amount) if name.endswith("_blocks") else have + amount
     states = [one.get("store_state", "detached") for one in stats]
     merged["store_state"] = max(states, key=_STATE_ORDER.index, default="detached")
+    merged["store_refused"] = next((text for one in stats if (text := one.get("store_refused"))), "")
+    if merged["store_refused"]:  # a rank that has nothing of its own in the store does not know
+        merged["store_state"] = "detached"
     merged["transfer_failures"] = [[kind, cause, count] for (kind, cause), count in sorted(failures.items())]
     return merged
 

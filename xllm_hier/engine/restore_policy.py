@@ -50,6 +50,7 @@ class RestorePolicy:
     def __init__(self, block_size: int, *, measured: bool = True) -> None:
         self._block_size = block_size
         self._measured = measured
+        self.trusted = True  # False: what could be restored was found to be wrong
         self.compute = Rate()
         self.load = Rate(STALE_S)
         self.read = Rate(STALE_S)
@@ -90,6 +91,8 @@ class RestorePolicy:
         self.decisions[tier][decision] += 1
 
     def _pays(self, num_blocks: int, seconds_per_block: float | None, *, slack_s: float) -> bool:
+        if not self.trusted:
+            return False
         compute = self.compute.value
         if not self._measured or compute is None or seconds_per_block is None:
             return True

@@ -1,7 +1,8 @@
 """What each step computes: continuous batching with chunked prefill under a token budget, preemption, abort.
 
 `schedule` builds one Forward, `finish` takes its answer. Decode rows come first, then running prefills, then waiting
-requests in order of (priority, arrival), then the blocks that finished sequences want recomputed (`decode_kv_reuse`).
+requests in order of (priority, arrival), then the blocks that finished sequences want recomputed (`decode_kv_reuse`);
+a step that would be empty goes to the audit of restored blocks.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ..plans import (
     TokenLogprob,
     ints,
 )
+from .audit import Auditor
 from .block_manager import HierarchyBlockManagerPool
 from .sequence import Sequence, SequenceState
 
@@ -30,9 +32,13 @@ CANONICAL_CHUNK = 256  # one prefill tile per step: what finished sequences may 
 
 @dataclass(eq=False)
 class Step:
-    """A Forward under way: which sequences its rows belong to, in plan order, and how far each will have got."""
+    """A Forward under way: which sequences its rows belong to, in plan order, and how far each will have got.
+
+    `audit`: its one row belongs to no sequence.
+    """
 
     plan: Forward
+    audit: bool = False
     prefill: list[tuple[Sequence, int]] = field(default_factory=list)
     decode: list[tuple[Sequence, int]] = field(default_factory=list)
 
@@ -44,9 +50,16 @@ class Scheduler:
     """
 
     def __init__(
-        self, manager: HierarchyBlockManagerPool, *, max_tokens: int, max_seqs: int, chunk_tokens: int
+        self,
+        manager: HierarchyBlockManagerPool,
+        *,
+        max_tokens: int,
+        max_seqs: int,
+        chunk_tokens: int,
+        auditor: Auditor | None = None,
     ) -> None:
         self.manager = manager
+        self.auditor = auditor or Auditor(manager)
         self.max_tokens = max_tokens
         self.max_seqs = max_seqs
         self.chunk_tokens = chunk_tokens
@@ -97,7 +110,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Something can be computed, or a queue must be looked at, without a new message."""
-        return bool(self.waiting or self.running or self.canonical)
+        return bool(self.waiting or self.running or self.canonical or self.auditor.has_work)
 
     @property
     def num_open(self) -> int:
@@ -114,7 +127,7 @@ class Scheduler:
         if self.num_preemptions == preempted:  # else the victim would come straight back
             self._schedule_waiting(step, budget)
         self._schedule_canonical(step)
-        if not step.prefill and not step.decode:
+        if not step.prefill and not step.decode and not self._schedule_audit(step):
             return None
         self._next_step += 1
         step.plan.batch_ids.extend(self.manager.transfer_blocks())
@@ -149,8 +162,7 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, step: Step) -> bool:
         """Free device blocks for a running sequence; False when it has to sit this step out."""
-        if self.canonical:
-            self._end_canonical(self.canonical[-1])
+        if self._let_go():
             return True
         if self.manager.write_back.pins_device:
             return False  # blocks come back by themselves: nobody has to lose work
@@ -178,8 +190,8 @@ class Scheduler:
         for sequence in list(self.waiting):
             if budget <= 0 or len(self.running) >= self.max_seqs:
                 break
-            while self.canonical and self.manager.device.num_available < len(self.running):
-                self._end_canonical(self.canonical[-1])
+            while self.manager.device.num_available < len(self.running) and self._let_go():
+                pass
             if self.manager.device.num_available < len(self.running):
                 break  # leave each running sequence the block it will ask for next
             if self.manager.is_being_computed(sequence):
@@ -201,9 +213,8 @@ class Scheduler:
             count = min(end - hit, budget, self.chunk_tokens)
             if self.manager.allocate(sequence, hit + count):
                 return count
-            if not self.canonical:
+            if not self._let_go():
                 return 0
-            self._end_canonical(self.canonical[-1])
 
     def _schedule_canonical(self, step: Step) -> None:
         """One tile of the oldest finished sequence; even in a full step, because others may wait for its blocks."""
@@ -213,6 +224,22 @@ class Scheduler:
             tokens = ints(sequence.tokens[start : start + count])
             step.plan.prefill.append(PrefillSequence(start, tokens, sequence.block_table(), sequence.write_from))
             step.prefill.append((sequence, count))
+
+    def _schedule_audit(self, step: Step) -> bool:
+        tile = self.auditor.next_tile()
+        if tile is not None:
+            step.audit = True
+            step.plan.prefill.append(tile)
+        return step.audit
+
+    def _let_go(self) -> bool:
+        """Free device blocks that nobody waits for; False when there are none."""
+        if self.auditor.give_up():
+            return True
+        if self.canonical:
+            self._end_canonical(self.canonical[-1])
+            return True
+        return False
 
     def _add(self, step: Step, sequence: Sequence, count: int) -> None:
         start, request = sequence.num_computed, sequence.request
@@ -238,6 +265,9 @@ class Scheduler:
     def finish(self, step: Step, output: ForwardOutput) -> None:
         """Take the answer to a step: advance every sequence, publish what is complete, end what is done."""
         bad = self.manager.finish_step(step.plan.batch_ids, output.failed_batches)
+        if step.audit:
+            self.auditor.computed()
+            return
         tokens = iter(zip(output.token_ids.tolist(), output.logprobs, strict=True))
         prompt_logprobs = iter(output.prompt_logprobs)
         rows: list[tuple[PrefillSequence | DecodeSequence, tuple[Sequence, int]]] = [
@@ -276,6 +306,8 @@ class Scheduler:
     def fail_step(self, step: Step, message: str) -> None:
         """The forward itself failed: its requests end with an error, what it was to load is not relied on."""
         self.manager.finish_step(step.plan.batch_ids, step.plan.batch_ids)
+        if step.audit:
+            self.auditor.give_up()
         for sequence, _ in (*step.prefill, *step.decode):
             queue = self.canonical if sequence.state is SequenceState.CANONICAL else self.running
             queue.remove(sequence)
@@ -340,6 +372,7 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         sequence.state = SequenceState.FINISHED
+        self.auditor.consider(sequence)
         self._prompt_logprobs.pop(sequence, None)
         self.manager.deallocate(sequence)
 

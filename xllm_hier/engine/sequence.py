@@ -31,6 +31,7 @@ class Sequence:
     mounted[i]           host block found for block i (host prefix or store), referenced until its load has ended
     host_targets[i]      host block reserved for the write-back of block i, FILLING, handed over to the pair
     num_computed         tokens with valid KV on the device (after the loads registered for the next forward)
+    num_restored         leading blocks that were there at admission, some of them from host or store; 0 when none was
     num_published        blocks whose device metadata was offered to the prefix index
     ===================  =========================================================================================
     """
@@ -47,6 +48,7 @@ class Sequence:
     from_store: set[int] = field(default_factory=set)
     num_computed: int = 0
     num_published: int = 0
+    num_restored: int = 0
     write_from: int = 0
     probed: bool = False  # device and host prefix were joined by `allocate`; once per admission
     waits_for: bytes | None = None  # hash that another sequence is computing and this one will share
@@ -134,5 +136,5 @@ class Sequence:
         self.mounted.clear()
         self.host_targets.clear()
         self._table_length = 0
-        self.num_computed = self.num_published = self.write_from = 0
+        self.num_computed = self.num_published = self.num_restored = self.write_from = 0
         self.probed = False

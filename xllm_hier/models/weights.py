@@ -23,7 +23,7 @@ class Checkpoint:
 
     def __init__(self, folder: str | Path, *, progress: bool = False) -> None:
         self.folder = Path(folder)
-        files = _files(self.folder)
+        files = weight_files(self.folder)
         self._open: dict[str, Any] = {}
         self._paths: dict[str, Path] = {}
         try:
@@ -94,7 +94,8 @@ class Checkpoint:
         return self.tensor(name, shape, dtype, rows=rows)
 
 
-def _files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder, each once. Raises ConfigError when there is none, or not all of them."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         files = sorted(folder.glob("*.safetensors"))

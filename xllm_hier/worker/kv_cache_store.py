@@ -2,7 +2,8 @@
 
 A logical block is one physical object per cache domain that has its BlockType. It is a hit only if every one of them
 exists, is read whole, and its trailer proves it to be the block asked for. When the store fails it is left alone until
-a probe finds it again, so that no request waits for a store that is not there (see StoreCircuit).
+a probe finds it again, so that no request waits for a store that is not there (see StoreCircuit). When it holds
+another model's blocks under our name it is not used at all (see StoreMarks).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import ctypes
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,19 +21,23 @@ import xxhash
 from ..block import TRAILER_BYTES, BlockType, Trailer
 from ..config import EngineConfig
 from ..errors import StoreError
+from ..models.identity import ModelIdentity
 from ..plans import HIT, MISS, UNKNOWN
-from ..store_key import group_id, key_prefix, name_space_regex, numerics_key
+from ..store_key import group_id, key_prefix, name_space_regex
 from .cache_domain import BlockCache, CacheDomain
+from .key_quarantine import KeyQuarantine
 from .mooncake_client import ENDED_READS, MooncakeClient
 from .store_circuit import ATTACHED, DETACHED, OPEN, StoreCircuit
+from .store_marks import IdentityUnknownError, StoreMarks
 from .transfer_stats import TransferStats
 
 log = logging.getLogger("xllm.store")
 
 PROBE_S = 1.0
 LONGEST_PAUSE_S = 8.0  # between looks for a store that was away the last times
-NUMERICS_PROBE_S = 30.0
+MARKS_PROBE_S = 30.0
 STAGING_BLOCKS = 32
+_SPARE_BYTES = 64 << 10  # of the pool, for the note
 _NO_SPACE = -200
 
 
@@ -94,7 +99,8 @@ class KVCacheStore:
 
     `numerics_id` names what the bits of this instance depend on (see ModelRunner.details): instances with different
     ones may share a name space, but then hits are equal only up to rounding, and all of them say so
-    (`mixed_numerics`).
+    (`mixed_numerics`). `identities` are those of the models by key component: while the store holds another's under our
+    name space it is `refused`, with the reason.
     `on_open` is called when the store is left alone from now on.
     """
 
@@ -105,14 +111,16 @@ class KVCacheStore:
         stats: TransferStats,
         *,
         numerics_id: str = "",
+        identities: Mapping[str, ModelIdentity] | None = None,
         on_open: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
         self._rank = rank
         self._stats = stats
-        self._numerics_id = numerics_id
-        self.mixed_numerics = False
+        self.refused = ""
         self._client = MooncakeClient(config, rank)
+        self._marks = StoreMarks(self._client, config.name_space, stats, numerics_id, identities or {})
+        self._quarantine = KeyQuarantine()
         self._entries: dict[BlockType, list[_Entry]] = {}
         self._host_usable = False  # the host blocks themselves can be read into; else by way of staging
         self._staging: dict[str, int] = {}
@@ -128,7 +136,7 @@ class KVCacheStore:
         """Try to reach the store now; returns the address of `host_bytes` of its pool when it offers shared memory,
         else None: the host tier brings its own memory, as with a store that is not there."""
         try:
-            self._client.connect(host_bytes + 2 * self._staging_bytes(host_bytes))
+            self._client.connect(host_bytes + 2 * self._staging_bytes(host_bytes) + _SPARE_BYTES)
             if not self._client.through_node:
                 return None
             address = self._client.allocate(host_bytes)
@@ -187,14 +195,20 @@ class KVCacheStore:
         return self._client.through_node and self._host_usable
 
     def look(self) -> None:
-        """Find out now whether the store is there, instead of within a second. Raises StoreError when it is not."""
+        """Find out now whether the store is there, instead of within a second.
+
+        Raises:
+            StoreError: it is not there, or must not be used.
+        """
         if not self._client.reachable():
             raise StoreError("nobody listens there")
         if not self._client.connected:
             if not self._client.answers():
                 raise StoreError("somebody listens there and does not answer")
-            self._client.connect(2 * self._staging_bytes(self._memory[1]))
+            self._client.connect(2 * self._staging_bytes(self._memory[1]) + _SPARE_BYTES)
         self._attach()
+        if self.refused:
+            raise StoreError(self.refused)
 
     def _attach(self, *, at_start: bool = False) -> None:
         """The client is connected: make memory usable and probe once."""
@@ -202,43 +216,46 @@ class KVCacheStore:
             self._client.register(*self._memory)
             self._host_usable = True
         self._client.exist([self._probe_key()])
-        self._compare_numerics()
+        self._refuse(self._marks.objection())
+        if self.refused:
+            return
+        self._marks.compare_numerics(self._readers)
         self.circuit.works(at_start=at_start)
         log.info("the store is attached")
 
     def _probe_key(self) -> str:
         return next(iter(self._entries.values()))[0].prefix + "probe"
 
-    def _compare_numerics(self) -> None:
-        """Leave our numerics id in the name space; when another is there already, mark the name space as mixed."""
-        if not self._numerics_id:
-            return
-        ours, mixed, first = (self._mark(what) for what in (self._numerics_id, "mixed", "any"))
-        any_there, ours_there, is_mixed = self._client.exist([first, ours, mixed])
-        if not any_there:
-            self._put_marks([first, ours])
-        elif not ours_there:
-            self._put_marks([ours, mixed])
-            is_mixed = True
-        if is_mixed and not self.mixed_numerics:
-            self.mixed_numerics = True
-            self._stats.count("mixed_numerics")
-            log.warning(
-                "instances with other numerics than %s (other CPU, threads, ranks, dtype, tiles) share name space %s: "
-                "store hits are equal up to rounding only; use another --model_id for equal bits",
-                self._numerics_id,
-                self._config.name_space,
-            )
-
-    def _mark(self, what: str) -> str:
-        """Key of a mark, among those of who reads the same objects: blocks of a rank are its number of ranks' alone."""
+    @property
+    def _readers(self) -> str:
+        """Those who read the same objects: blocks of a rank are its number of ranks' alone."""
         shared = any(entry.cache.layout.replicated for entries in self._entries.values() for entry in entries)
-        return numerics_key(self._config.name_space, "mla" if shared else f"tp{self._config.tp_size}", what)
+        return "mla" if shared else f"tp{self._config.tp_size}"
 
-    def _put_marks(self, keys: Sequence[str]) -> None:
-        """Objects without content: that they exist is all they say. Mooncake takes none of size 0."""
-        staging, _ = self._staging_area("get")
-        self._client.put(keys, [staging] * len(keys), [64] * len(keys), keys)
+    @property
+    def mixed_numerics(self) -> bool:
+        return self._marks.mixed_numerics
+
+    def _look_at_marks(self) -> None:
+        """They may have been evicted or removed since, and be another's now."""
+        try:
+            self._refuse(self._marks.objection())
+        except IdentityUnknownError as error:  # the verdict stays: who holds the object may be away for a moment
+            log.warning("the identity of the model was not compared: %s", error)
+        if not self.refused:
+            self._marks.compare_numerics(self._readers)
+
+    def _refuse(self, objection: str) -> None:
+        """Use a store no more that holds another model's blocks under our name, until somebody attaches it again."""
+        self.refused = objection
+        if objection:
+            self.circuit.detach()
+            log.error(
+                "%s. This instance goes on without the store. Give it a --model_id of its own; or, when nobody serves "
+                "the other model any more, empty the store for this id (POST /cache/clear) and attach it again "
+                "(PUT /cache/store)",
+                objection,
+            )
 
     def stop_watching(self) -> None:
         """Look for the store no more; its client goes on to lend its memory."""
@@ -267,13 +284,13 @@ class KVCacheStore:
         compared_at = look_at = time.monotonic()
         pause = PROBE_S / 2
         while not self._stop.wait(PROBE_S):
-            state, due = self.state, time.monotonic() - compared_at > NUMERICS_PROBE_S
-            if state == DETACHED or (state == ATTACHED and (self.mixed_numerics or not due)):
+            state, due = self.state, time.monotonic() - compared_at > MARKS_PROBE_S
+            if state == DETACHED or (state == ATTACHED and not due):
                 continue
             compared_at = time.monotonic()
             try:
                 if state == ATTACHED:
-                    self._compare_numerics()
+                    self._look_at_marks()
                 elif state == OPEN:
                     if self.circuit.busy or time.monotonic() < look_at:
                         continue  # a call is stuck, or the last look was in vain
@@ -303,15 +320,23 @@ class KVCacheStore:
         objects = self._expand(block_type, blocks, hashes)
         if not self.circuit.closed or not objects or len({item.key for item in objects}) != len(objects):
             return bytes([MISS]) * len(blocks)
+        held = self._quarantine.held(item.key for item in objects)
+        alone = {item.row for item in objects if item.key in held}
+        self._stats.count("quarantined_reads", len(alone))
+        asked = [item for item in objects if item.row not in alone]
+        if not asked:
+            return bytes([MISS]) * len(blocks)
         with self.circuit.call():
-            return self._prefetch(objects, len(blocks))
+            return self._prefetch(asked, len(blocks))
 
     def _prefetch(self, objects: list[_Object], num_blocks: int) -> bytes:
+        """`objects` are of those blocks that may be asked for; the others are misses."""
         hits = bytearray(num_blocks)
         unknown: set[int] = set()
         try:
             exist = self._client.exist([item.key for item in objects])
-            absent = {item.row for item, there in zip(objects, exist, strict=True) if not there}
+            absent = set(range(num_blocks)) - {item.row for item in objects}
+            absent |= {item.row for item, there in zip(objects, exist, strict=True) if not there}
             wanted = [item for item in objects if item.row not in absent]
             unknown = {item.row for item in wanted} if self._host_usable else set()  # until the read has ended
             lost, unknown = self._read(wanted) if wanted else (set(), set())
@@ -342,18 +367,23 @@ class KVCacheStore:
                 if code < 0 and code not in ENDED_READS and self._host_usable:
                     unknown.add(item.row)
                 if code >= 0:
-                    self._remove(item)
+                    self._reject(item)
                 continue
             problem = trailer_mismatch(item.entry.cache, item.block, item.block_hash)
             if problem is not None:
                 lost.add(item.row)
                 self._stats.fail("g2h", problem)
                 log.error("a store object is not what its key says (%s): %s", problem, item.key)
-                self._remove(item)
+                self._reject(item)
         return lost, unknown
 
-    def _remove(self, item: _Object) -> None:
-        """Take a bad object out of the store, where it would be found bad, and never be replaced, for ever."""
+    def _reject(self, item: _Object) -> None:
+        """Take a bad object out of the store, where it would never be replaced, and leave its key alone for a while.
+
+        Else a segment that damages what it holds would get the same block again and again.
+        """
+        self._quarantine.add(item.key)
+        self._stats.count("quarantined_keys")
         try:
             self._client.remove(item.key)
             self._stats.count("removed_objects")
@@ -361,12 +391,18 @@ class KVCacheStore:
             log.warning("could not remove %s: %s", item.key, error)
 
     def put(self, block_type: BlockType, blocks: Sequence[int], hashes: Sequence[bytes]) -> int:
-        """Write host blocks whose objects the store lacks; returns the logical blocks with every object there."""
+        """Write host blocks whose objects the store lacks; returns the logical blocks there is nothing left to do for:
+        every object is there, or left alone as its key is in quarantine."""
         objects = self._expand(block_type, blocks, hashes)
         if not self.circuit.closed:
             self._stats.fail("h2g", self.state, len(objects))
             return 0
-        unique = list({item.key: item for item in objects}.values())
+        by_key = {item.key: item for item in objects}
+        held = self._quarantine.held(by_key)
+        self._stats.count("quarantined_writes", len(held))
+        unique = [item for key, item in by_key.items() if key not in held]
+        if not unique:
+            return len(blocks)
         try:
             with self.circuit.call():
                 exist = self._client.exist([item.key for item in unique])
@@ -420,15 +456,23 @@ class KVCacheStore:
     def _staging_area(self, direction: str) -> tuple[int, int]:
         """Address and slot size of the staging memory of one direction; each is used by one thread."""
         slot = max(entry.cache.layout.object_bytes for entries in self._entries.values() for entry in entries)
-        if self._host_usable and not self._client.through_node:
-            return self._memory[0], slot  # marks only: their bytes mean nothing
         if direction not in self._staging:
             nbytes = max(slot, self._staging_bytes(self._memory[1]))
             self._staging[direction] = self._client.allocate(nbytes)
         return self._staging[direction], slot
 
     def clear(self) -> int:
-        """Remove every object of this model's name space, whoever wrote it. Raises StoreError."""
-        if not self.circuit.closed:
+        """Remove every object of this model's name space, whoever wrote it; returns how many.
+
+        Who uses the store leaves his marks anew at once, so that no other model comes in between. A refused instance
+        may clear it, too: that is how it gets in.
+
+        Raises:
+            StoreError: the store does not work.
+        """
+        if not self.circuit.closed and not self.refused:
             raise StoreError(f"the store is {self.state}: nothing was removed")
-        return self._client.remove_matching(name_space_regex(self._config.name_space))
+        count = self._client.remove_matching(name_space_regex(self._config.name_space))
+        if not self.refused:
+            self._look_at_marks()
+        return count

@@ -1,8 +1,8 @@
 """HierarchyKVCacheTransfer: every byte a worker moves between device, host and store goes through here.
 
 Cache domains register first; then host caches, copier and store are built together, so that target and draft share
-one layout of host blocks and one store client. Loads and offloads run on a thread each, store reads and writes on a
-thread each: none of them delays a forward that does not need it.
+one layout of host blocks and one store client. Loads, their proofs and offloads run on a thread each, store reads and
+writes on a thread each: none of them delays a forward that does not need it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..config import EngineConfig
 from ..errors import InvariantError, StoreError, TransferError
 from ..hashing import HASH_BYTES
 from ..host_memory import HostMemory
+from ..models.identity import ModelIdentity
 from ..plans import (
     HIT,
     MISS,
@@ -35,8 +37,9 @@ from ..plans import (
 )
 from ..wire import Deadline
 from .cache_domain import BlockCache, CacheDomain
-from .kv_cache_store import KVCacheStore, write_trailer
+from .kv_cache_store import KVCacheStore, trailer_mismatch, write_trailer
 from .layer_copy import Copier, LayerSynchronizer, Part, TorchCopier, layer_groups, one_thread
+from .load import Load
 from .store_circuit import ATTACHED, DETACHED
 from .store_queue import StoreQueue
 from .transfer_stats import TransferStats
@@ -52,6 +55,18 @@ def split_hashes(raw: bytes) -> list[bytes]:
     if len(raw) % HASH_BYTES:
         raise TransferError(f"{len(raw)} bytes are no list of {HASH_BYTES}-byte hashes")
     return [raw[start : start + HASH_BYTES] for start in range(0, len(raw), HASH_BYTES)]
+
+
+def disproofs(parts: Sequence[Part]) -> list[str]:
+    """What is wrong with each host block of `parts` that is not what the plan says, payload included."""
+    problems = []
+    for domain, mapping in parts:
+        cache = domain.caches[BlockType(mapping.block_type)]
+        for block, block_hash in zip(mapping.host.tolist(), split_hashes(mapping.hashes), strict=True):
+            problem = trailer_mismatch(cache, block, block_hash)
+            if problem is not None:
+                problems.append(problem)
+    return problems
 
 
 def _nothing_to_wait_for(_timeout_s: float) -> None:
@@ -86,12 +101,14 @@ class HierarchyKVCacheTransfer:
         answer: Callable[[Any], None],
         *,
         numerics_id: str = "",
+        identities: Mapping[str, ModelIdentity] | None = None,
         copier: Copier | None = None,
         meeting: Path | None = None,
     ) -> None:
         self._config = config
         self._meeting = meeting
         self._numerics_id = numerics_id
+        self._identities = identities
         self._rank = rank
         self._stats = stats
         self._answer = answer
@@ -100,9 +117,9 @@ class HierarchyKVCacheTransfer:
         self._memories: list[HostMemory] = []
         self.host_bytes = 0
         self.store: KVCacheStore | None = None
-        self._synchronizers: dict[int, LayerSynchronizer] = {}
+        self._loads: dict[int, Load] = {}
         self._lock = threading.Lock()
-        self._threads = {name: one_thread(name) for name in ("h2d", "d2h")}
+        self._threads = {name: one_thread(name) for name in ("h2d", "proof", "d2h")}
         self._reads, self._puts, self._control = (
             StoreQueue(name) for name in ("store-get", "store-put", "store-control")
         )
@@ -153,7 +170,12 @@ class HierarchyKVCacheTransfer:
 
     def _new_store(self, config: EngineConfig) -> KVCacheStore:
         return KVCacheStore(
-            config, self._rank, self._stats, numerics_id=self._numerics_id, on_open=self._give_up_store_calls
+            config,
+            self._rank,
+            self._stats,
+            numerics_id=self._numerics_id,
+            identities=self._identities,
+            on_open=self._give_up_store_calls,
         )
 
     def _make_memory(self, address: int | None) -> HostMemory:
@@ -180,6 +202,11 @@ class HierarchyKVCacheTransfer:
             memory.offer(path, peers, self._config.startup_timeout_s)
         return memory
 
+    @property
+    def mixed_numerics(self) -> bool:
+        """What the store gives may have been computed by an instance with other bits."""
+        return self.store is not None and self.store.mixed_numerics
+
     def _keeps(self, block_type: BlockType) -> bool:
         """Some domain's blocks of this type are this rank's to write and to read."""
         layouts = (domain.layout.of(block_type) for domain in self._domains.values() if block_type in domain.caches)
@@ -192,6 +219,11 @@ class HierarchyKVCacheTransfer:
             return self.store.state
         return ATTACHED if self._config.enable_kvcache_store else DETACHED
 
+    @property
+    def store_refused(self) -> str:
+        """Why the store must not be used: it holds another model's blocks under our model id; empty otherwise."""
+        return self.store.refused if self.store is not None else ""
+
     # ------------------------------------------------------------------------------------------ H2D (load)
 
     def load_from_host(self, plan: TransferBlocks) -> int:
@@ -201,7 +233,7 @@ class HierarchyKVCacheTransfer:
             InvariantError: the batch id is alive.
         """
         with self._lock:
-            if plan.batch_id in self._synchronizers:
+            if plan.batch_id in self._loads:
                 raise InvariantError(f"batch id {plan.batch_id} is in use")
         parts = self._parts(plan)
         num_layers = len(self._domains[CacheRole.TARGET].layout.blocks[0].layers)
@@ -211,14 +243,40 @@ class HierarchyKVCacheTransfer:
         start = time.perf_counter()
         problem = self._disproof(parts)
         if problem is None:
-            synchronizer = self._copier.load(plan.batch_id, parts, groups)
+            copies = self._copier.load(plan.batch_id, parts, groups)
+            load = Load(copies, self._start_proof(plan.batch_id, parts))
+            self._threads["h2d"].submit(self._see_load_end, copies, self._payload_bytes(parts), start)
         else:
-            synchronizer = LayerSynchronizer(plan.batch_id, groups)
-            synchronizer.abort(problem)
+            log.error("load %d was not begun: %s", plan.batch_id, problem)
+            self._stats.fail("h2d", "block_hash")
+            copies = LayerSynchronizer(plan.batch_id, groups)
+            copies.abort(problem)
+            load = Load(copies)
         with self._lock:
-            self._synchronizers[plan.batch_id] = synchronizer
-        self._threads["h2d"].submit(self._see_load_end, synchronizer, self._payload_bytes(parts), start)
+            self._loads[plan.batch_id] = load
         return sum(len(mapping.device) for _, mapping in parts)
+
+    def _start_proof(self, batch_id: int, parts: list[Part]) -> Future[str | None] | None:
+        """Verify the host blocks of a load beside its copies; those that all ranks map are rank 0's to verify."""
+        kept = [part for part in parts if self._cache_of(part).layout.kept_by(self._rank)]
+        if not kept or not self._config.verify_host_blocks:
+            return None
+        return self._threads["proof"].submit(self._prove, batch_id, kept)
+
+    def _prove(self, batch_id: int, parts: list[Part]) -> str | None:
+        """What is wrong with the host blocks, None when all prove themselves. Hashing releases the interpreter."""
+        try:
+            problems = disproofs(parts)
+        except Exception as error:  # what is not proven must not count, and the forward must not wait for ever
+            log.exception("load %d could not be verified", batch_id)
+            problems = [type(error).__name__]
+        if not problems:
+            return None
+        for problem in problems:
+            self._stats.fail("h2d", problem)
+        wrong = f"{len(problems)} host blocks are not what was written there ({', '.join(sorted(set(problems)))})"
+        log.error("load %d is thrown away: %s", batch_id, wrong)
+        return wrong
 
     def _parts(self, plan: TransferBlocks | TransferKvBlocks) -> list[Part]:
         """The mappings of a plan with the domain each belongs to."""
@@ -236,7 +294,7 @@ class HierarchyKVCacheTransfer:
     def _disproof(parts: list[Part]) -> str | None:
         """Why a load must not happen: a host block whose trailer says it holds something else than the plan wants.
 
-        The payload's checksum was verified when the block came from the store; this looks at the 64 bytes only.
+        This looks at the 64 bytes only; the payload is verified beside the copy, see `_start_proof`.
         """
         for domain, mapping in parts:
             cache = domain.caches[BlockType(mapping.block_type)]
@@ -249,15 +307,15 @@ class HierarchyKVCacheTransfer:
                 return "a host block is not the block the plan names"
         return None
 
-    def _see_load_end(self, synchronizer: LayerSynchronizer, nbytes: int, start: float) -> None:
+    def _see_load_end(self, copies: LayerSynchronizer, nbytes: int, start: float) -> None:
         try:
-            synchronizer.wait_all(self._config.worker_timeout_s)
+            copies.wait_all(self._config.worker_timeout_s)
         except TransferError as error:
             log.error("%s", error)
             self._stats.fail("h2d", "timeout")
             return
-        if synchronizer.error is not None:
-            log.error("load %d failed: %s", synchronizer.batch_id, synchronizer.error)
+        if copies.error is not None:
+            log.error("load %d failed: %s", copies.batch_id, copies.error)
             self._stats.fail("h2d", "copy")
         else:
             self._stats.add("h2d", nbytes, time.perf_counter() - start)
@@ -269,10 +327,10 @@ class HierarchyKVCacheTransfer:
             for domain, mapping in parts
         )
 
-    def attach_loads(self) -> list[LayerSynchronizer]:
+    def attach_loads(self) -> list[Load]:
         """The loads no forward has waited for yet; the caller's forward must wait for all of them."""
         with self._lock:
-            attached, self._synchronizers = list(self._synchronizers.values()), {}
+            attached, self._loads = list(self._loads.values()), {}
             return attached
 
     # -------------------------------------------------------------------------------- D2H2G (write-back)
@@ -383,7 +441,7 @@ class HierarchyKVCacheTransfer:
 
     def attach_store(self, addresses: dict[str, Any], done: Callable[[dict[str, Any]], None]) -> None:
         """Use the store at `addresses` (settings of EngineConfig; none: the last one) from now on; `done` gets `state`
-        and, when it is not there yet, `error`: it is then attached when it comes."""
+        and, when it is not there yet, `error`: it is then attached when it comes, unless it is `refused`."""
         self._control.submit(lambda: self._attach_store(addresses), done)
 
     def _attach_store(self, addresses: dict[str, Any]) -> dict[str, Any]:
@@ -404,7 +462,7 @@ class HierarchyKVCacheTransfer:
         try:
             self.store.look()
         except StoreError as error:
-            return {"state": self.store.state, "error": str(error)}
+            return {"state": self.store.state, "error": str(error), "refused": bool(self.store.refused)}
         return {"state": self.store.state}
 
     def detach_store(self, done: Callable[[dict[str, Any]], None]) -> None:

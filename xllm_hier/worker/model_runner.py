@@ -19,6 +19,7 @@ from ..config import EngineConfig
 from ..errors import ConfigError
 from ..models.decoder import Decoder, StepRows, load_decoder
 from ..models.families import DecoderSpec, decoder_spec
+from ..models.identity import model_identity
 from ..models.linear import DECODE_TILE_COST, PREFILL_TILE_COST, Linear, can_pack, choose_tiles
 from ..models.parallel import TensorParallel
 from ..models.parts import Loader
@@ -83,6 +84,7 @@ class ModelRunner:
             self._attention = self._make_attention()
         self.layout = self._layout()
         self.details = self._details(config)
+        self.identity = model_identity(config.model, self.dtype)  # its pages are in memory now
 
     def bind_cache(self, layer_caches: list[torch.Tensor]) -> None:
         """Use these caches, one per layer: contiguous [num_blocks, tensors, *shape], as `layout` has them."""

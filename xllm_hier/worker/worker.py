@@ -25,6 +25,8 @@ from ..config import EngineConfig
 from ..errors import XllmError
 from ..models.parallel import TensorParallel
 from ..plans import (
+    BlocksCompared,
+    CompareBlocks,
     Forward,
     ForwardOutput,
     PrefetchFromStorage,
@@ -38,9 +40,10 @@ from ..plans import (
 )
 from ..store_key import MAIN
 from ..wire import Channel
+from .block_compare import compare_blocks
 from .cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes
 from .kv_cache_transfer import HierarchyKVCacheTransfer
-from .layer_copy import LayerSynchronizer
+from .load import Load
 from .model_runner import ModelOutput, ModelRunner
 from .mooncake_client import set_environment
 from .plan_digest import PlanDigest
@@ -78,7 +81,7 @@ class Worker:
         self.num_host_blocks = int(self.num_device_blocks * config.host_blocks_factor) if host_enabled else 0
         caches = allocate_device_cache(layout, self.num_device_blocks, self.platform.device)
         self.runner.bind_cache(caches)
-        domain = CacheDomain(CacheRole.TARGET, MAIN, self.runner.layout)
+        self._domain = domain = CacheDomain(CacheRole.TARGET, MAIN, self.runner.layout)
         domain.caches[BlockType.KV] = BlockCache(layout, [as_bytes(cache) for cache in caches])
         self.transfer = HierarchyKVCacheTransfer(
             config,
@@ -86,6 +89,7 @@ class Worker:
             self.stats,
             self.answer,
             numerics_id=str(self.runner.details["numerics_id"]) if rank == 0 else "",  # one mark per instance
+            identities={MAIN: self.runner.identity},
             copier=self.platform.copier(config),
             meeting=meeting,
         )
@@ -155,10 +159,10 @@ class Worker:
         elif call.method == "ping":
             loaded_bytes, load_s = self.stats.total("h2d")
             state = {"doing": self._doing, "collectives": self.parallel.calls}
-            state |= {"loaded_bytes": loaded_bytes, "load_s": load_s}
+            state |= {"loaded_bytes": loaded_bytes, "load_s": load_s, "mixed_numerics": self.transfer.mixed_numerics}
             self.answer(WorkerResult(call.call_id, self.rank, state))
         elif call.method == "stats":
-            state = {"store_state": self.transfer.store_state}
+            state = {"store_state": self.transfer.store_state, "store_refused": self.transfer.store_refused}
             self.answer(WorkerResult(call.call_id, self.rank, {**self.stats.snapshot(), **state}))
         elif call.method == "attach_store":
             self.transfer.attach_store(
@@ -174,6 +178,9 @@ class Worker:
     # ------------------------------------------------------------------------------------------------ plans
 
     def _execute(self, plan: Any) -> None:
+        if isinstance(plan, CompareBlocks):
+            self._compare(plan)
+            return
         if not isinstance(plan, (Forward, TransferBlocks, TransferKvBlocks)):
             log.error("the engine sent a %s", type(plan).__name__)
             return
@@ -187,6 +194,11 @@ class Worker:
             self.answer(TransferAck(plan.batch_id, self.rank, scheduled))
         else:
             self.transfer.offload(plan)
+
+    def _compare(self, plan: CompareBlocks) -> None:
+        cache = self._domain.caches[BlockType(plan.block_type)]
+        verdicts = compare_blocks(cache, plan.first.tolist(), plan.second.tolist())
+        self.answer(BlocksCompared(plan.compare_id, self.rank, verdicts))
 
     def _forward(self, plan: Forward) -> ForwardOutput:
         loads = self.transfer.attach_loads()
@@ -218,7 +230,7 @@ class Worker:
 class LoadWaiter:
     """What a forward calls before each layer: waits for all its loads to have brought that layer."""
 
-    def __init__(self, loads: list[LayerSynchronizer], timeout_s: float) -> None:
+    def __init__(self, loads: list[Load], timeout_s: float) -> None:
         self._loads = loads
         self._timeout_s = timeout_s
         self.waited_s = 0.0
@@ -232,9 +244,11 @@ class LoadWaiter:
         self.waited_s += time.perf_counter() - start
 
     def finish(self) -> list[int]:
-        """Wait for the ends of all loads, used or not, and name those that failed."""
+        """Wait for the ends of all loads, used or not, and for what their proofs say, and name those that failed."""
+        start = time.perf_counter()
         for load in self._loads:
             load.wait_all(self._timeout_s)
+        self.waited_s += time.perf_counter() - start
         return [load.batch_id for load in self._loads if load.error is not None]
 
 

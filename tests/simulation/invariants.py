@@ -1,0 +1,220 @@
+"""What holds after every turn of the engine, whatever happens: the invariants of the block books and of the bytes.
+
+I1 blocks are conserved, and each is held exactly as often as somebody holds it. I2 what can be found is whole, on
+every rank. I3 eviction leaves prefixes. I5 no block in the middle of I/O is free; that it is used for nothing else the
+ranks see themselves (`ranks.Claims`). I6 answers equal those of a run without any cache, I7 each prompt token is paid
+for once (both in `World`, as outputs come). I9 nothing waits for ever, I10 no cache error ends the instance (both in
+`World.run`). I4 needs no look: there is one decision, and all ranks get it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from xllm_hier.engine.block_pool import BlockPool, BlockState
+from xllm_hier.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from .world import World
+
+
+def check_after_turn(world: World) -> None:
+    world.manager.check()
+    check_holders(world)
+    check_contents(world)
+    check_io(world)
+    check_sequences(world)
+    check_prefixes(world)
+
+
+def sequences_of(world: World) -> list[Sequence]:
+    """All that hold, or may hold, blocks."""
+    scheduler = world.scheduler
+    return [*scheduler.prefetching, *scheduler.waiting, *scheduler.running, *scheduler.canonical]
+
+
+# ------------------------------------------------------------------------------------------------------- I1
+
+
+def device_holders(world: World) -> Iterator[int]:
+    write_back = world.manager.write_back
+    for sequence in sequences_of(world):
+        yield from sequence.device_blocks
+    audit = world.scheduler.auditor._audit
+    yield from (*audit.restored, *audit.fresh) if audit is not None else ()
+    yield from (pair.device for pair in write_back._pairs)
+    for offload in write_back._offloads.values():
+        if len(offload.copied) < world.settings.num_ranks:
+            yield from (pair.device for pair in offload.pairs)
+
+
+def host_holders(world: World) -> Iterator[int]:
+    manager = world.manager
+    reads, write_back = manager.store_reads, manager.write_back
+    for sequence in sequences_of(world):
+        yield from sequence.mounted.values()
+        yield from sequence.host_targets.values()
+    for operation in reads._prefetches.values():
+        abandoned = operation.result.is_abandoned
+        yield from (target for column, target in enumerate(operation.targets) if not abandoned(column))
+    for orphan in reads._orphans.values():
+        yield from orphan.targets
+    yield from (target for _, target in reads.quarantine)
+    for loads in (manager._planned_loads, *manager._batches.values()):
+        yield from (load.host for load in loads)
+    yield from (pair.host for pair in write_back._pairs)
+    for offload in write_back._offloads.values():
+        yield from (pair.host for pair in offload.pairs)
+
+
+def check_holders(world: World) -> None:
+    """Neither a leak nor a hold too few: the references of each block are those of who holds it."""
+    for tier, pool, holders in (
+        ("device", world.manager.device, device_holders(world)),
+        ("host", world.manager.host, host_holders(world)),
+    ):
+        counted = Counter(holders)
+        if any(count != counted[block] for block, count in enumerate(pool._references)):
+            wrong = {
+                block: f"{count} references, {counted[block]} holders"
+                for block, count in enumerate(pool._references)
+                if count != counted[block]
+            }
+            raise AssertionError(f"{tier}: {wrong}")
+
+
+# ------------------------------------------------------------------------------------------------------- I2
+
+
+def check_contents(world: World) -> None:
+    """Every block that can be found holds, on every rank, what its hash says, but for loads not waited for."""
+    manager, contents = world.manager, world.contents
+    loading = {load.device for loads in (manager._planned_loads, *manager._batches.values()) for load in loads}
+    for rank in world.ranks.ranks:
+        for name, block in manager.device._index.items():
+            if block not in loading and tuple(rank.device[block]) != contents.of(name, rank.number):
+                raise AssertionError(f"rank {rank.number} has something else in device block {block}")
+        if world.ranks.owner(rank.number) is not rank:
+            continue
+        for name, block in manager.host._index.items():
+            held = rank.host[block]
+            good = held is not None and held.name == name and held.values == contents.of(name, rank.number)
+            if not good and block not in rank.spoilt:
+                raise AssertionError(f"rank {rank.number} has something else in host block {block}: {held}")
+
+
+# ------------------------------------------------------------------------------------------------------- I5
+
+
+def check_io(world: World) -> None:
+    """What is being read or written belongs to somebody, so that nobody else can get it."""
+    for rank in world.ranks.ranks:
+        if rank.deaf:
+            continue
+        for pool, claims in ((world.manager.device, rank.device_claims), (world.manager.host, rank.host_claims)):
+            for block in claims.busy():
+                assert pool._references[block] > 0, (
+                    f"rank {rank.number} is at {claims._tier} {block}, which nobody holds"
+                )
+
+
+# ------------------------------------------------------------------------------------------- sequences: I3, I7
+
+
+def check_sequences(world: World) -> None:
+    """Each open request stands in one queue, and holds what its place allows."""
+    scheduler, manager = world.scheduler, world.manager
+    everybody = sequences_of(world)
+    assert len({id(sequence) for sequence in everybody}) == len(everybody), "a request stands in two queues"
+    open_ones = {id(sequence) for sequence in scheduler.sequences.values()}
+    assert open_ones == {id(s) for s in everybody} - {id(s) for s in scheduler.canonical}
+    for sequence in (*scheduler.prefetching, *scheduler.waiting):
+        assert not sequence.device_blocks and not sequence.host_targets, "a request that waits holds device blocks"
+    size = world.settings.block_size
+    for sequence in scheduler.running:
+        covered = len(sequence.device_blocks) * size
+        assert sequence.num_computed <= min(covered, len(sequence.tokens)), "computed is more than there is"
+        assert len(set(sequence.device_blocks)) == len(sequence.device_blocks), "one block stands in a table twice"
+    for sequence in world.preempted:
+        assert sequence in scheduler.waiting, "what was preempted comes back in the same step"
+    world.preempted.clear()
+    assert min(manager.prefix_tokens.values()) >= 0
+
+
+def check_prefixes(world: World) -> None:
+    """Eviction leaves prefixes: a block is not evicted while one behind it stays."""
+    for tier, pool in (("device", world.manager.device), ("host", world.manager.host)):
+        before, now = world.found[tier], set(pool._index)
+        evicted = before - now - world.withdrawn
+        for name in before & now if evicted else ():
+            parent = pool._parent[pool._index[name]]
+            assert parent not in evicted, f"{tier}: a block was evicted before one that stands behind it"
+        world.found[tier] = now
+    world.withdrawn.clear()
+
+
+# ------------------------------------------------------------------------------------------------- the end
+
+
+def what_is_left(world: World) -> dict[str, Any]:
+    """What is not at rest, by name."""
+    scheduler, manager = world.scheduler, world.manager
+    lost = world.ranks.num_lost_reads
+    left = {
+        "script": world.num_events_left,
+        "messages": len(world.api.inbox),
+        "requests": list(scheduler.sequences),
+        "canonical": len(scheduler.canonical),
+        "audit": scheduler.auditor._audit is not None,
+        "transfers": manager.busy,
+        "left alone": bool(manager.store_reads.quarantine or (manager.store_reads.num_left_alone and not lost)),
+        "ranks": world.ranks.busy,
+        "calls": world.num_calls - len(world.answered_calls),
+        "answers": sum(asked.end is None for asked in world.asked.values()),
+    }
+    return {name: what for name, what in left.items() if what}
+
+
+def check_at_the_end(world: World) -> None:
+    """Everybody was answered; if the instance lives, no block is held and no table of the books has an entry left."""
+    assert all(asked.end is not None for asked in world.asked.values()), "somebody was never answered"
+    if world.dead is not None:
+        return
+    manager = world.manager
+    reads, write_back = manager.store_reads, manager.write_back
+    orphans = sum(len(orphan.targets) for orphan in reads._orphans.values())
+    assert manager.device.num_pinned == 0 and manager.host.num_pinned == orphans
+    tables: dict[str, Any] = {
+        "reads": reads._prefetches,
+        "reads by request": reads._prefetch_of,
+        "being read": reads._fetching,
+        "awaited": reads._awaited,
+        "being computed": manager._filling,
+        "planned loads": manager._planned_loads,
+        "loads": manager._batches,
+        "pairs": write_back._pairs,
+        "write-backs": write_back._offloads,
+        "being written back": write_back._offloading,
+        "questions": world.core._questions,
+        "clears": world.core._clears,
+        "prompt logprobs": world.scheduler._prompt_logprobs,
+    }
+    left = {name: table for name, table in tables.items() if table}
+    assert not left, left
+    assert reads._num_targets == reads._num_mounted == 0, "counts of targets and mounts do not return to 0"
+    paid = sum(len(asked.prompt) for asked in world.asked.values() if asked.usage is not None)
+    assert sum(manager.prefix_tokens.values()) == paid, "the tiers' counters are not the sum of all prompts"
+    for pool, pinned in ((manager.device, 0), (manager.host, orphans)):
+        _check_all_can_be_had(pool, pinned)
+
+
+def _check_all_can_be_had(pool: BlockPool, pinned: int) -> None:
+    pool = copy.deepcopy(pool)
+    blocks = pool.allocate(pool.num_blocks - pinned)
+    assert blocks is not None and len(set(blocks)) == len(blocks), "a block is lost"
+    pool.unpin(blocks)
+    assert not pool._num_children and not pool._num_pinned_children
+    assert sum(state is BlockState.FREE for state in pool._state) == pool.num_blocks - pinned

@@ -1,0 +1,386 @@
+"""One engine with its ranks and clients on a fake clock: run by script, or turn by turn.
+
+The engine is the real one down to its heartbeats; only its channels end in the simulation.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+from xllm_hier.config import EngineConfig
+from xllm_hier.engine.block_pool import BlockPool, BlockState
+from xllm_hier.engine.core import EngineCore
+from xllm_hier.engine.remote_worker import RemoteWorkers
+from xllm_hier.engine.sequence import Sequence
+from xllm_hier.errors import EngineDeadError
+from xllm_hier.plans import (
+    AbortRequest,
+    AddRequest,
+    Call,
+    CallResult,
+    PromptUsage,
+    RequestOutput,
+    SamplingSpec,
+    StepOutputs,
+    ints,
+)
+
+from . import invariants
+from .contents import Contents
+from .ranks import Object, Ranks, Row
+from .timeline import Line, Timeline
+
+QUARANTINE_S = 20.0
+PATIENCE_S = 400.0  # simulated, after a script's last event: every wait has ended by then
+MOST_TURNS = 20_000
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes and settings of one world; `pace` multiplies what transfers take, `tick_s` passes with each look at the
+    clock, `limit_s` is the engine's patience with its workers."""
+
+    num_ranks: int = 1
+    replicated: bool = False
+    num_device: int = 8
+    num_host: int = 16
+    block_size: int = 4
+    store: bool = True
+    prefix_cache: bool = True
+    decode_kv_reuse: str = "canonical"
+    max_tokens: int = 16
+    max_seqs: int = 4
+    chunk_tokens: int = 8
+    batch_size: int = 2
+    timeout_ms: int = 0
+    deadline_ms: int = 0
+    policy: str = "always"
+    audit_rate: int = 0
+    limit_s: float = 8.0
+    max_open: int = 1024
+    pace: float = 1.0
+    tick_s: float = 0.0
+    seed: int = 0
+
+    def config(self) -> EngineConfig:
+        return EngineConfig(
+            model="tiny",
+            tp_size=self.num_ranks,
+            enable_prefix_cache=self.prefix_cache,
+            enable_kvcache_store=self.store,
+            host_blocks_factor=2.0,
+            decode_kv_reuse=self.decode_kv_reuse,
+            prefetch_batch_size=self.batch_size,
+            prefetch_timeout=self.timeout_ms,
+            prefetch_deadline_ms=self.deadline_ms,
+            restore_policy=self.policy,
+            audit_rate=self.audit_rate,
+            max_tokens_per_batch=self.max_tokens,
+            max_seqs_per_batch=self.max_seqs,
+            max_tokens_per_chunk_for_prefill=self.chunk_tokens,
+            worker_timeout_s=self.limit_s,
+            max_waiting_requests=self.max_open,
+        )
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request as its client sees it."""
+
+    prompt: list[int]
+    answer: list[int]
+    fits: bool
+    salt: str = ""
+    wants_logprobs: bool = False
+    aborted: bool = False
+    tokens: list[int] = field(default_factory=list)
+    usage: PromptUsage | None = None
+    end: RequestOutput | None = None
+
+    @property
+    def status(self) -> int:
+        """HTTP status of its end; 200 for an answer, 0 while it is open."""
+        if self.end is None:
+            return 0
+        return self.end.error_status if self.end.error is not None else 200
+
+
+class World:
+    """`turn` lets the engine go round its loop once and checks all that has to hold then."""
+
+    def __init__(self, settings: Settings | None = None, **changes: Any) -> None:
+        self.settings = one = settings or Settings(**changes)
+        self.timeline = Timeline(one.tick_s)
+        self.contents = Contents(
+            one.block_size,
+            one.num_ranks,
+            replicated=one.replicated,
+            decode_path="P" if one.decode_kv_reuse == "as_is" else "D",
+        )
+        self.ranks = Ranks(
+            self.timeline,
+            self.contents,
+            num_ranks=one.num_ranks,
+            num_device=one.num_device,
+            num_host=one.num_host,
+            store=one.store,
+            replicated=one.replicated,
+            pace=one.pace,
+            seed=one.seed,
+            salt_of=self._salt_of,
+            is_published=lambda block: self.manager.device._state[block] is BlockState.READY,
+        )
+        self.asked: dict[str, Asked] = {}
+        self.answered_calls: dict[int, CallResult] = {}
+        self.num_calls = 0
+        self.num_events_left = 0  # of the script that is being run
+        self.draining = False
+        self.dead: EngineDeadError | None = None
+        self.api = Line(self._on_output)
+        with self.installed():
+            self.workers = RemoteWorkers(None, "", one.num_ranks, one.limit_s)  # type: ignore[arg-type]
+            for rank in self.ranks.ranks:
+                rank.announce(10**6)
+            ready = self.workers.wait_ready(1.0)
+            self.core = EngineCore(one.config(), self.api, self.workers, ready)  # type: ignore[arg-type]
+        self.manager, self.scheduler = self.core.manager, self.core.scheduler
+        self.found: dict[str, set[bytes]] = {"device": set(), "host": set()}  # what could be found after the last turn
+        self.withdrawn: set[bytes] = set()  # since then, on purpose
+        for pool in (self.manager.device, self.manager.host):
+            self._watch_withdrawals(pool)
+        self.preempted: list[Sequence] = []  # in this turn
+        self._watch_preemptions()
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """While the engine runs, time and channels are those of this world."""
+        logger = logging.getLogger("xllm.engine")
+        level, logger.level = logger.level, logging.CRITICAL
+        try:
+            with (
+                mock.patch("time.monotonic", self.timeline.monotonic),
+                mock.patch("xllm_hier.engine.remote_worker.Channel", self._channel),
+                mock.patch("xllm_hier.engine.remote_worker.wait_readable", self.timeline.wait),
+                mock.patch("xllm_hier.engine.store_reads.QUARANTINE_S", QUARANTINE_S),
+                mock.patch("xllm_hier.engine.restore_policy.MIN_PROMPT_TOKENS", 4),  # prompts are short here,
+                mock.patch("xllm_hier.engine.restore_policy.STALE_S", 0.3),  # and so are scripts
+            ):
+                yield
+        finally:
+            logger.level = level
+
+    def _channel(self, _context: object, address: str, *, bind: bool) -> Line:
+        assert bind
+        rank, _, direction = address.rpartition("-")[2].partition(".")
+        one = self.ranks.ranks[int(rank)]
+        return one.plans if direction == "plan" else one.answers
+
+    def _watch_withdrawals(self, pool: BlockPool) -> None:
+        withdraw = pool.withdraw
+
+        def watched(block: int) -> None:
+            self.withdrawn.add(pool._hash[block])
+            withdraw(block)
+
+        pool.withdraw = watched  # type: ignore[method-assign]
+
+    def _watch_preemptions(self) -> None:
+        preempt = self.scheduler._preempt
+
+        def watched(sequence: Sequence) -> None:
+            assert sequence.order == max(other.order for other in self.scheduler.running), "not the last in order"
+            assert not self.scheduler.canonical, "blocks that are only recomputed would have to go first"
+            self.preempted.append(sequence)
+            preempt(sequence)
+
+        self.scheduler._preempt = watched  # type: ignore[method-assign]
+
+    def _salt_of(self, row: Row) -> str:
+        """A worker is not told the salt; here a block shows whose it is."""
+        for sequence in (*self.scheduler.running, *self.scheduler.canonical):
+            if sequence.device_blocks == row.table:
+                return sequence.request.cache_salt
+        audit = self.scheduler.auditor._audit
+        if audit is not None and audit.fresh == row.table:
+            return self.asked[audit.request_id].salt
+        raise AssertionError(f"no sequence has the blocks {row.table}")
+
+    # ----------------------------------------------------------------------------------------------- clients
+
+    def add(
+        self,
+        name: str,
+        prompt: Iterable[int],
+        max_tokens: int = 3,
+        *,
+        salt: str = "",
+        priority: int = 0,
+        prompt_logprobs: int | None = None,
+        stop: Iterable[int] = (),
+    ) -> Asked:
+        """Send a request; its answer is compared with what a run without any cache says."""
+        prompt, stop = list(prompt), list(stop)
+        answer = self.contents.answer(prompt, max_tokens, salt)
+        for index, token in enumerate(answer):
+            if token in stop:
+                del answer[index + 1 :]
+                break
+        fits = len(prompt) + max_tokens <= self.settings.num_device * self.settings.block_size
+        self.asked[name] = Asked(prompt, answer, fits, salt, prompt_logprobs is not None)
+        request = AddRequest(
+            name,
+            ints(prompt),
+            SamplingSpec(),
+            max_tokens,
+            stop_token_ids=stop,
+            prompt_logprobs=prompt_logprobs,
+            cache_salt=salt,
+            priority=priority,
+        )
+        self.api.inbox.append(request)
+        return self.asked[name]
+
+    def abort(self, name: str) -> None:
+        if name in self.asked:
+            self.asked[name].aborted = True
+            self.api.inbox.append(AbortRequest(name))
+
+    def call(self, method: str, **args: Any) -> int:
+        self.num_calls += 1
+        self.draining = self.draining or method == "drain"
+        self.api.inbox.append(Call(self.num_calls, method, args))
+        return self.num_calls
+
+    def _on_output(self, message: Any) -> None:
+        if isinstance(message, CallResult):
+            assert message.call_id not in self.answered_calls, f"call {message.call_id} is answered twice"
+            self.answered_calls[message.call_id] = message
+            return
+        assert isinstance(message, StepOutputs)
+        for output in message.outputs:
+            self._take(output)
+
+    def _take(self, output: RequestOutput) -> None:
+        name, asked = output.request_id, self.asked[output.request_id]
+        assert asked.end is None, f"{name} goes on after its end"
+        asked.tokens.extend(output.token_ids)
+        assert asked.tokens == asked.answer[: len(asked.tokens)], f"{name}: {asked.tokens} instead of {asked.answer}"
+        if asked.wants_logprobs and output.token_ids and len(asked.tokens) == 1:
+            logprobs = output.prompt_logprobs or []
+            assert [one and one.token_id for one in logprobs] == [None, *asked.prompt[1:]], f"{name}: {logprobs}"
+        asked.usage = asked.usage or output.usage
+        if asked.usage is not None:
+            one = asked.usage
+            assert min(one.device, one.host, one.store) >= 0, f"{name}: {one}"
+            assert one.device + one.host + one.store + one.computed == len(asked.prompt), f"{name}: {one}"
+        assert not asked.tokens or asked.usage is not None, f"{name} has an answer and no usage"
+        if output.finish_reason is not None:
+            asked.end = output
+            self._judge_end(name, asked, output)
+
+    def _judge_end(self, name: str, asked: Asked, output: RequestOutput) -> None:
+        """Is this an end that such a request may have?"""
+        if output.error is not None:
+            allowed = {
+                500: bool(self.ranks.num_failed_forwards),
+                503: bool(self.ranks.doom) or self.draining,
+                429: self.settings.max_open < len(self.asked),
+                400: not asked.fits,
+            }
+            assert allowed[output.error_status], f"{name} ends with {output.error_status}: {output.error}"
+        elif output.finish_reason == "abort":
+            assert asked.aborted, f"{name} was not aborted"
+        else:
+            assert asked.tokens == asked.answer, f"{name} ends after {asked.tokens} of {asked.answer}"
+
+    # ----------------------------------------------------------------------------------------------- time
+
+    def turn(self) -> None:
+        """Once round the engine's loop."""
+        with self.installed():
+            self._turn()
+
+    def _turn(self) -> None:
+        try:
+            self.core.turn()
+        except EngineDeadError as error:
+            assert self.ranks.doom, f"the instance ends without need: {error}"
+            self.dead = error
+            self.core.answer_all_open(error)
+            return
+        invariants.check_after_turn(self)
+
+    def run(self, until: Callable[[], bool] | None = None) -> None:
+        """Turn until `until` holds, else until all is over and nothing is held: no wait may be for ever."""
+        done = until or self.is_at_rest
+        self.timeline.latest = self.timeline.now + PATIENCE_S
+        with self.installed():
+            for _ in range(MOST_TURNS):
+                if self.dead or done():
+                    break
+                assert self.timeline.now < self.timeline.latest, f"for ever: {invariants.what_is_left(self)}"
+                self._turn()
+            else:
+                raise AssertionError(f"the engine turns without end: {invariants.what_is_left(self)}")
+        self.timeline.latest = float("inf")
+        if until is None:
+            invariants.check_at_the_end(self)
+
+    def is_at_rest(self) -> bool:
+        """Nobody waits for anything and nothing is under way."""
+        return not invariants.what_is_left(self)
+
+    def ask(self, prompt: Iterable[int], max_tokens: int = 3, **fields: Any) -> Asked:
+        """One request, run until all is at rest."""
+        asked = self.add(f"q{len(self.asked)}", prompt, max_tokens, **fields)
+        self.run()
+        return asked
+
+    # ----------------------------------------------------------------------------------------------- looks
+
+    def sequence(self, name: str) -> Sequence:
+        """The engine's view of a request, canonical ones included."""
+        open_ones = [*self.scheduler.sequences.values(), *self.scheduler.canonical]
+        return next(sequence for sequence in open_ones if sequence.request.request_id == name)
+
+    def sent(self, kind: type) -> list[Any]:
+        """What rank 0 was sent of this kind."""
+        return [message for message in self.ranks.sent if isinstance(message, kind)]
+
+    def forget(self, *tiers: str) -> None:
+        """Empty tiers of what can be found in them; blocks in use stay."""
+        for tier in tiers:
+            if tier != "store":
+                self.manager.clear(tier)
+            else:
+                for rank in self.ranks.ranks:
+                    rank.store.clear()
+
+    def spoil_host(self, rank: int, number: int) -> None:
+        """Change a READY host block, payload and trailer, as a write does that comes long after its time."""
+        keeper, pool = self.ranks.owner(rank), self.manager.host
+        blocks = [block for block in sorted(pool._index.values()) if block not in keeper.host_claims.busy()]
+        if blocks:
+            block = blocks[number % len(blocks)]
+            keeper.host[block] = Object((b"garbage",) * self.settings.block_size, b"another")
+            keeper.spoilt.add(block)
+
+    def spoil_store(self, number: int, how: str) -> None:
+        """`lost`: one rank's object is gone. `bytes`: its payload changed. `other`: it is another key's object."""
+        objects = self.ranks.objects()
+        if not objects:
+            return
+        rank, name = objects[number % len(objects)]
+        store = self.ranks.ranks[rank].store
+        others = [held for held in store.values() if held.name != name]
+        if how == "lost":
+            del store[name]
+        elif how == "bytes":
+            store[name] = Object((b"garbage",) * self.settings.block_size, name, sound=False)
+        elif others:
+            store[name] = others[number % len(others)]
