@@ -133,8 +133,9 @@ def test_partial_hits_at_every_block_boundary_and_full_hits(plain: Server, tiere
 def test_an_instance_finds_what_an_earlier_one_stored(model: Model, plain: Server, store: object) -> None:
     prompt = prompt_of(3, 90)
     expected = plain.ask(prompt).bits
+    name = f"--model_id=restart-{model.folder.name}"
     for direct, cached in ((False, 0), (False, 80), (True, 80)):
-        with model.serve(*COMMON, *store_flags(store, direct=direct), "--model_id=restart") as server:  # type: ignore[arg-type]
+        with model.serve(*COMMON, *store_flags(store, direct=direct), name) as server:  # type: ignore[arg-type]
             got = server.ask(prompt)
             server.wait_quiet()
         assert got.bits == expected and got.cached == (0, 0, cached)

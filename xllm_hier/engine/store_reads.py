@@ -151,8 +151,9 @@ class StoreReads:
         return True
 
     def _share_left(self) -> int:
-        """Host blocks that reads and mounts may still take."""
-        return int(self._host.num_blocks * PREFETCH_SHARE) - self._num_targets - self._num_mounted
+        """Host blocks that reads and mounts may still take; what reads that were given up hold counts as theirs."""
+        taken = self._num_targets + self._num_mounted + self.num_left_alone
+        return int(self._host.num_blocks * PREFETCH_SHARE) - taken
 
     def _mount(self, sequence: Sequence) -> None:
         """Pin the host blocks that the device lacks, so that they are still there when the sequence is scheduled."""
