@@ -67,11 +67,7 @@ def bench_model(**changes: int) -> Path:
         "bos_token_id": 1,
     }
     (scratch / "config.json").write_text(json.dumps(config, indent=1))
-    try:
-        scratch.rename(folder)
-    except OSError:  # another bench was quicker
-        shutil.rmtree(scratch)
-    return folder
+    return _put_in_place(scratch, folder)
 
 
 def latent_model() -> Path:
@@ -100,12 +96,16 @@ def latent_model() -> Path:
     torch.manual_seed(0)
     scratch = folder.with_suffix(f".{os.getpid()}")
     DeepseekV2ForCausalLM(config).to(torch.bfloat16).save_pretrained(scratch)
-    try:
-        scratch.rename(folder)
-    except OSError:  # somebody else was quicker
-        shutil.rmtree(scratch)
-    return folder
+    return _put_in_place(scratch, folder)
 
 
 def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "xllm_hier"
+
+
+def _put_in_place(scratch: Path, folder: Path) -> Path:
+    try:
+        scratch.rename(folder)
+    except OSError:  # another bench was quicker
+        shutil.rmtree(scratch)
+    return folder

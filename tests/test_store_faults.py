@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from serving import Server, running_store, store_flags, wait_for
@@ -36,6 +38,33 @@ def prompts() -> list[list[int]]:
     return [trunk[: 20 * n] + [dice.randrange(3, VOCAB) for _ in range(9)] for n in range(1, 9)]
 
 
+@contextlib.contextmanager
+def asking(server: Server, asked: list[list[int]], expected: list[Any]) -> Iterator[list[object]]:
+    """Two clients that ask on and on, at random; what they find wrong is in the list."""
+    wrong: list[object] = []
+    done = threading.Event()
+
+    def ask_on_and_on(seed: int) -> None:
+        dice = random.Random(seed)
+        while not done.is_set():
+            number = dice.randrange(len(asked))
+            try:
+                if server.ask(asked[number]).bits != expected[number]:
+                    wrong.append(number)
+            except Exception as error:
+                wrong.append(error)
+
+    threads = [threading.Thread(target=ask_on_and_on, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield wrong
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join(60)
+
+
 @pytest.mark.parametrize("victim", ["client", "master"])
 @pytest.mark.parametrize("direct", [False, True], ids=["through the node's client", "direct"])
 def test_a_store_process_killed_under_load_costs_no_request_and_no_token(
@@ -44,24 +73,8 @@ def test_a_store_process_killed_under_load_costs_no_request_and_no_token(
     if direct and victim == "client":
         pytest.skip("a direct client has the same master and loses the segment only: covered by 'master'")
     with Server(model, *COMMON, *store_flags(store, direct=direct)) as server:
-        expected = {n: server.ask(prompt).bits for n, prompt in enumerate(prompts())}
-        wrong: list[object] = []
-        done = threading.Event()
-
-        def ask_on_and_on(seed: int) -> None:
-            dice = random.Random(seed)
-            while not done.is_set():
-                number = dice.randrange(len(expected))
-                try:
-                    if server.ask(prompts()[number]).bits != expected[number]:
-                        wrong.append(number)
-                except Exception as error:
-                    wrong.append(error)
-
-        threads = [threading.Thread(target=ask_on_and_on, args=(seed,)) for seed in range(2)]
-        for thread in threads:
-            thread.start()
-        try:
+        expected = [server.ask(prompt).bits for prompt in prompts()]
+        with asking(server, prompts(), expected) as wrong:
             for _ in range(3):
                 server.clear("device", "host")
                 time.sleep(0.3)
@@ -74,10 +87,6 @@ def test_a_store_process_killed_under_load_costs_no_request_and_no_token(
             wait_for(lambda: store.restart_dead() or server.health()["store"] == "attached", 40, 0.2)
             wait_for(lambda: server.health()["store"] == "attached", 40, 0.2)
             time.sleep(1)
-        finally:
-            done.set()
-            for thread in threads:
-                thread.join(60)
         assert not wrong
         failures = {kind: count for kind, cause, count in server.stats()["transfer_failures"] if cause == "store_error"}
         assert sum(failures.values()) > 0
@@ -166,25 +175,8 @@ def test_a_store_is_attached_and_detached_and_exchanged_under_load(
         running_store(tmp_path_factory.mktemp("other")) as other,
         Server(model, *COMMON, "--host_blocks_factor=3", f"--tp_size={tp_size}") as server,
     ):
-        asked = prompts()
-        expected = [server.ask(prompt).bits for prompt in asked]
-        wrong: list[object] = []
-        done = threading.Event()
-
-        def ask_on_and_on(seed: int) -> None:
-            dice = random.Random(seed)
-            while not done.is_set():
-                number = dice.randrange(len(asked))
-                try:
-                    if server.ask(asked[number]).bits != expected[number]:
-                        wrong.append(number)
-                except Exception as error:
-                    wrong.append(error)
-
-        threads = [threading.Thread(target=ask_on_and_on, args=(seed,)) for seed in range(2)]
-        for thread in threads:
-            thread.start()
-        try:
+        expected = [server.ask(prompt).bits for prompt in prompts()]
+        with asking(server, prompts(), expected) as wrong:
             assert server.admin("GET", "store")["state"] == "detached"
             for where, direct in ((store, True), (other, False), (store, False)):
                 address = {"store_master_server_address": where.master_address}
@@ -202,10 +194,6 @@ def test_a_store_is_attached_and_detached_and_exchanged_under_load(
                 assert served_by_the_store(server) == read and server.health()["status"] == "ok"
             told = server.admin("PUT", "store")
             assert told["state"] in ("attached", "degraded") and told["store_client_address"] == store.client_address
-        finally:
-            done.set()
-            for thread in threads:
-                thread.join(60)
         assert not wrong
         server.wait_quiet()
 
