@@ -168,6 +168,7 @@ def test_a_trailer_proves_its_block_and_nothing_else() -> None:
     assert Trailer.mismatch(raw, b"h" * 16, "1" * 32, b"s" * 8, 100) == "schema_hash"
     assert Trailer.mismatch(raw, b"h" * 16, "0" * 32, b"t" * 8, 100) == "checksum"
     assert Trailer.mismatch(raw, b"h" * 16, "0" * 32, b"s" * 8, 99) == "payload_bytes"
+    assert Trailer.mismatch(raw, b"h" * 16, "0" * 32, b"s" * 8, 100, origin=7) == "origin"
     assert Trailer.mismatch(bytes(64), b"h" * 16, "0" * 32, b"s" * 8, 100) == "magic"
 
 

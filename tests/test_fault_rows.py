@@ -28,6 +28,7 @@ from xllm_hier.errors import StoreError
 from xllm_hier.plans import (
     HIT,
     MISS,
+    UNKNOWN,
     BlockMapping,
     Forward,
     OffloadStored,
@@ -364,7 +365,7 @@ def test_a_store_that_raises_is_a_miss_for_reads_and_nothing_for_writes() -> Non
     )
     transfer._keeps = lambda block_type: True  # type: ignore[method-assign]
     transfer.prefetch(PrefetchFromStorage(1, 0, "KV", ints([0, 1]), bytes(32)))
-    assert answers.get(timeout=10) == PrefetchAnswer(1, 0, 0, bytes([MISS, MISS]))
+    assert answers.get(timeout=10) == PrefetchAnswer(1, 0, 0, bytes([UNKNOWN, UNKNOWN]))
     transfer._put_behind(TransferKvBlocks(2, [BlockMapping("KV", ints([0]), ints([0]), bytes(16))]))
     assert answers.get(timeout=10) == OffloadStored(2, 0, 0)
     assert transfer.close()

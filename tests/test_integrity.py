@@ -31,7 +31,7 @@ from xllm_hier.models.identity import PLACE_BYTES, PLACES, ModelIdentity, model_
 from xllm_hier.store_key import IDENTITY, MAIN, identity_key, name_space_regex, numerics_key
 from xllm_hier.worker.cache_domain import BlockCache, CacheDomain
 from xllm_hier.worker.key_quarantine import MAX_KEYS, KeyQuarantine
-from xllm_hier.worker.kv_cache_store import KVCacheStore
+from xllm_hier.worker.kv_cache_store import KVCacheStore, name_blocks
 from xllm_hier.worker.transfer_stats import TransferStats
 
 COMMON = ["--block_size=16", "--max_cache_size=4MB", "--check_invariants"]
@@ -264,6 +264,7 @@ def instances(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         cache = BlockCache(laws.LAYOUT, [], memory)
         layout = CacheLayout(CacheRole.TARGET, (laws.LAYOUT,))
         domain = CacheDomain(CacheRole.TARGET, MAIN, layout, {BlockType.KV: cache})
+        name_blocks(domain, config, rank, identity.text)
         store.start([domain], memory.data_ptr(), memory.nbytes)
         made.append(store)
         return store
@@ -368,11 +369,13 @@ class HostBits:
     def flip(self, block_hash: bytes, dice: random.Random) -> None:
         """One random payload bit of this block, wherever it lies or has lain."""
         bit, place = 1 << dice.randrange(8), dice.random()
-        pattern, found = Trailer.MAGIC + bytes([Trailer.VERSION]) + bytes(7) + block_hash, 0
+        found = 0
         for start, stop in self.spans:
             raw = os.pread(self._memory, stop - start, start)
             at = -1
-            while (at := raw.find(pattern, at + 1)) >= 0:
+            while (at := raw.find(Trailer.MAGIC, at + 1)) >= 0:
+                if Trailer.block_hash(raw[at : at + 64]) != block_hash:
+                    continue
                 payload_bytes = int.from_bytes(raw[at + 56 : at + 64], "little")
                 byte = at - -(-payload_bytes // 64) * 64 + int(place * payload_bytes)
                 os.pwrite(self._memory, bytes([raw[byte] ^ bit]), start + byte)

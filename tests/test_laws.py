@@ -44,7 +44,7 @@ from xllm_hier.plans import (
 )
 from xllm_hier.store_key import MAIN, draft_component
 from xllm_hier.worker.cache_domain import BlockCache, CacheDomain
-from xllm_hier.worker.kv_cache_store import KVCacheStore, write_trailer
+from xllm_hier.worker.kv_cache_store import KVCacheStore, name_blocks, write_trailer
 from xllm_hier.worker.mooncake_client import MooncakeClient
 from xllm_hier.worker.transfer_stats import TransferStats
 
@@ -666,6 +666,8 @@ def rank_with(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rank]]:
             part, rest = rest.split([num_blocks * layout.object_bytes, len(rest) - num_blocks * layout.object_bytes])
             caches.append(BlockCache(layout, [], part.view(num_blocks, layout.object_bytes)))
             made.append(CacheDomain(role, component, CacheLayout(role, (layout,)), {BlockType.KV: caches[-1]}))
+        for domain in made:
+            name_blocks(domain, config, number)
         store.start(made, memory.data_ptr(), len(memory))
         stores.append(store)
         client = store._client

@@ -317,3 +317,25 @@ def test_two_ranks_of_a_model_with_latents_take_the_host_memory_and_the_store_of
             assert answer.cached == (0, 0, cached)
             server.wait_quiet()
     assert len(tokens) == 1
+
+
+def test_an_object_of_another_rank_under_this_ranks_key_is_not_this_ranks_block(
+    store: EmbeddedStore, meetings: Path
+) -> None:
+    """Two objects of one logical block change places: hash, layout and checksum are right, the origin is not."""
+    instance = Instance(meetings, store, 2, replicated=False)
+    for number, rank in enumerate(instance.ranks):
+        rank.fill(number)
+    instance.offload()
+    first, second = instance.ranks
+    client = first.transfer.store
+    assert client is not None and first.cache.host is not None and second.cache.host is not None
+    mine = [key for key in keys(store) if ":KV:0:" in key]
+    for key in mine:
+        client._client.remove(key)
+    first.cache.host[HOST] = second.cache.host[HOST]
+    wanted = client.put(BlockType.KV, HOST, [bytes([50 + i]) * 16 for i in range(3)])
+    assert wanted == 3
+    assert instance.prefetch().merged_hits() == [False] * 3
+    assert ["g2h", "origin", 3] in first.stats.snapshot()["transfer_failures"]
+    instance.close()

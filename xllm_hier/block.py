@@ -135,19 +135,22 @@ def common_boundary(present: Mapping[BlockType, Sequence[bool]], block_sizes: Ma
 class Trailer:
     """The last 64 bytes of a host block: what the block is and what its payload sums to.
 
-    Layout, little endian: magic 8 | version u32 | flags u32 | block_hash 16 | schema_hash 16 | payload checksum 8 |
-    payload bytes u64. Written by the D2H offload, stored with the object, checked on each read from the store.
+    Layout, little endian: magic 8 | version u32 | origin u32 | block_hash 16 | schema_hash 16 | payload checksum 8 |
+    payload bytes u64. `origin` is a digest of what the hash does not say: model, weights, domain and rank (see
+    `store_key.origin`). Written by the D2H offload, stored with the object, checked on each read from the store.
     """
 
     MAGIC = b"XLLMKV3\0"
-    VERSION = 1
+    VERSION = 2
     _FORMAT = struct.Struct("<8sII16s16s8sQ")
 
     @classmethod
-    def pack(cls, block_hash: bytes, schema_hash: str, checksum: bytes, payload_bytes: int) -> bytes:
+    def pack(
+        cls, block_hash: bytes, schema_hash: str, checksum: bytes, payload_bytes: int, *, origin: int = 0
+    ) -> bytes:
         """64 bytes to be laid behind a payload of `payload_bytes`; `checksum` is 8 bytes."""
         return cls._FORMAT.pack(
-            cls.MAGIC, cls.VERSION, 0, block_hash, bytes.fromhex(schema_hash), checksum, payload_bytes
+            cls.MAGIC, cls.VERSION, origin, block_hash, bytes.fromhex(schema_hash), checksum, payload_bytes
         )
 
     @classmethod
@@ -158,10 +161,10 @@ class Trailer:
 
     @classmethod
     def mismatch(
-        cls, raw: bytes, block_hash: bytes, schema_hash: str, checksum: bytes, payload_bytes: int
+        cls, raw: bytes, block_hash: bytes, schema_hash: str, checksum: bytes, payload_bytes: int, *, origin: int = 0
     ) -> str | None:
         """Name of the first part of `raw` that is not what is expected; None when the block is the one asked for."""
-        magic, version, _, got_hash, got_schema, got_sum, got_bytes = cls._FORMAT.unpack(raw)
+        magic, version, got_origin, got_hash, got_schema, got_sum, got_bytes = cls._FORMAT.unpack(raw)
         if magic != cls.MAGIC:
             return "magic"
         if version != cls.VERSION:
@@ -170,6 +173,8 @@ class Trailer:
             return "block_hash"
         if got_schema != bytes.fromhex(schema_hash):
             return "schema_hash"
+        if got_origin != origin:
+            return "origin"
         if got_bytes != payload_bytes:
             return "payload_bytes"
         return None if got_sum == checksum else "checksum"

@@ -48,6 +48,12 @@ def key_prefix(
     return f"{NAME_SPACE}:{_text(model_id)}:{_text(key_component)}:{topology}:{schema_hash}:"
 
 
+def origin(prefix: str, identity: str) -> int:
+    """32 bits for a block's trailer: whose it is, by the prefix of its key and the identity of its model's weights."""
+    digest = hashlib.blake2b(f"{len(prefix)}.{prefix}{identity}".encode(), digest_size=4, person=b"xllm-origin-v1")
+    return int.from_bytes(digest.digest(), "little")
+
+
 def numerics_key(model_id: str, readers: str, numerics_id: str) -> str:
     """Object whose existence says that instances with this numerics id write to the name space; no block's key.
 

@@ -16,12 +16,15 @@ class BlockCache:
     """All blocks of one type of a domain in both tiers.
 
     `device[l]` is layer `layout.layers[l]`: uint8 [num_device_blocks, layer_bytes], a view of the model's own cache.
-    `host` is uint8 [num_host_blocks, object_bytes], block first, None without a host tier.
+    `host` is uint8 [num_host_blocks, object_bytes], block first, None without a host tier. `prefix` begins the keys of
+    its objects in the store, `origin` stands in every trailer.
     """
 
     layout: BlockLayout
     device: list[torch.Tensor]
     host: torch.Tensor | None = None
+    prefix: str = ""
+    origin: int = 0
 
     def host_piece(self, layer: int) -> torch.Tensor:
         """Layer `layer` of every host block: uint8 [num_host_blocks, layer_bytes], strided by whole objects."""

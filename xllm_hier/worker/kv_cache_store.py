@@ -23,7 +23,7 @@ from ..config import EngineConfig
 from ..errors import StoreError
 from ..models.identity import ModelIdentity
 from ..plans import HIT, MISS, UNKNOWN
-from ..store_key import group_id, key_prefix, name_space_regex
+from ..store_key import group_id, key_prefix, name_space_regex, origin
 from .cache_domain import BlockCache, CacheDomain
 from .key_quarantine import KeyQuarantine
 from .mooncake_client import ENDED_READS, MooncakeClient
@@ -39,6 +39,7 @@ MARKS_PROBE_S = 30.0
 STAGING_BLOCKS = 32
 _SPARE_BYTES = 64 << 10  # of the pool, for the note
 _NO_SPACE = -200
+_CALL_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ def checksum(cache: BlockCache, block: int) -> bytes:
 def write_trailer(cache: BlockCache, block: int, block_hash: bytes) -> None:
     """Make host block `block` prove that it is `block_hash`; its payload must be complete."""
     layout = cache.layout
-    raw = Trailer.pack(block_hash, layout.schema_hash, checksum(cache, block), layout.payload_bytes)
+    digest = checksum(cache, block)
+    raw = Trailer.pack(block_hash, layout.schema_hash, digest, layout.payload_bytes, origin=cache.origin)
     cache.trailer(block).numpy()[:] = np.frombuffer(raw, dtype=np.uint8)
 
 
@@ -91,7 +93,26 @@ def trailer_mismatch(cache: BlockCache, block: int, block_hash: bytes) -> str | 
     layout = cache.layout
     raw = cache.trailer(block).numpy().tobytes()
     assert len(raw) == TRAILER_BYTES
-    return Trailer.mismatch(raw, block_hash, layout.schema_hash, checksum(cache, block), layout.payload_bytes)
+    digest = checksum(cache, block)
+    return Trailer.mismatch(raw, block_hash, layout.schema_hash, digest, layout.payload_bytes, origin=cache.origin)
+
+
+def name_blocks(domain: CacheDomain, config: EngineConfig, rank: int, identity: str = "") -> None:
+    """Say under which keys a rank's blocks of a domain go to the store, and what their trailers say of their origin.
+
+    `identity` is that of the domain's weights.
+    """
+    for block_type, cache in domain.caches.items():
+        cache.prefix = key_prefix(
+            config.name_space,
+            domain.key_component,
+            block_type,
+            cache.layout.schema_hash,
+            tp_size=config.tp_size,
+            tp_rank=rank,
+            mla=cache.layout.replicated,
+        )
+        cache.origin = origin(cache.prefix, identity)
 
 
 class KVCacheStore:
@@ -159,24 +180,14 @@ class KVCacheStore:
 
         They lie in `host_bytes` at `address`. Blocks that every rank holds alike are rank 0's.
         """
-        config = self._config
         for domain in domains:
             for block_type, cache in domain.caches.items():
                 if not cache.layout.kept_by(self._rank):
                     continue
-                prefix = key_prefix(
-                    config.name_space,
-                    domain.key_component,
-                    block_type,
-                    cache.layout.schema_hash,
-                    tp_size=config.tp_size,
-                    tp_rank=self._rank,
-                    mla=cache.layout.replicated,
-                )
                 entries = self._entries.setdefault(block_type, [])
-                if any(entry.prefix == prefix for entry in entries):
+                if any(entry.prefix == cache.prefix for entry in entries):
                     raise StoreError(f"two cache domains are both {domain.key_component} for {block_type.value}")
-                entries.append(_Entry(cache, prefix))
+                entries.append(_Entry(cache, cache.prefix))
         self._memory = (address, host_bytes)
         if self._client.connected:
             try:
@@ -326,15 +337,15 @@ class KVCacheStore:
         asked = [item for item in objects if item.row not in alone]
         if not asked:
             return bytes([MISS]) * len(blocks)
-        with self.circuit.call():
-            return self._prefetch(asked, len(blocks))
+        return self._prefetch(asked, len(blocks))
 
     def _prefetch(self, objects: list[_Object], num_blocks: int) -> bytes:
         """`objects` are of those blocks that may be asked for; the others are misses."""
         hits = bytearray(num_blocks)
         unknown: set[int] = set()
         try:
-            exist = self._client.exist([item.key for item in objects])
+            with self.circuit.call():
+                exist = self._client.exist([item.key for item in objects])
             absent = set(range(num_blocks)) - {item.row for item in objects}
             absent |= {item.row for item, there in zip(objects, exist, strict=True) if not there}
             wanted = [item for item in objects if item.row not in absent]
@@ -406,9 +417,9 @@ class KVCacheStore:
         try:
             with self.circuit.call():
                 exist = self._client.exist([item.key for item in unique])
-                missing = [item for item, there in zip(unique, exist, strict=True) if not there]
-                start = time.perf_counter()
-                codes = self._transfer("put", missing) if missing else []
+            missing = [item for item, there in zip(unique, exist, strict=True) if not there]
+            start = time.perf_counter()
+            codes = self._transfer("put", missing) if missing else []
         except StoreError as error:
             self._failed("h2g", error)
             return 0
@@ -445,13 +456,19 @@ class KVCacheStore:
         return codes
 
     def _send(self, direction: str, objects: Sequence[_Object], addresses: Sequence[int]) -> list[int]:
+        """In pieces of so many bytes that the limit of a call tells a store that hangs from one that has much to do."""
         keys, sizes = [item.key for item in objects], [item.nbytes for item in objects]
-        if direction == "get":
-            return self._client.get(keys, addresses, sizes)
-        groups = [
-            group_id(self._config.name_space, item.entry.cache.layout.block_type, item.block_hash) for item in objects
-        ]
-        return self._client.put(keys, addresses, sizes, groups)
+        name_space, codes = self._config.name_space, []
+        groups = [group_id(name_space, item.entry.cache.layout.block_type, item.block_hash) for item in objects]
+        step = max(1, _CALL_BYTES // max(sizes))
+        for start in range(0, len(objects), step):
+            part = slice(start, start + step)
+            with self.circuit.call():
+                if direction == "get":
+                    codes += self._client.get(keys[part], addresses[part], sizes[part])
+                else:
+                    codes += self._client.put(keys[part], addresses[part], sizes[part], groups[part])
+        return codes
 
     def _staging_area(self, direction: str) -> tuple[int, int]:
         """Address and slot size of the staging memory of one direction; each is used by one thread."""

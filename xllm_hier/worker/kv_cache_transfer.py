@@ -37,7 +37,7 @@ from ..plans import (
 )
 from ..wire import Deadline
 from .cache_domain import BlockCache, CacheDomain
-from .kv_cache_store import KVCacheStore, trailer_mismatch, write_trailer
+from .kv_cache_store import KVCacheStore, name_blocks, trailer_mismatch, write_trailer
 from .layer_copy import Copier, LayerSynchronizer, Part, TorchCopier, layer_groups, one_thread
 from .load import Load
 from .store_circuit import ATTACHED, DETACHED
@@ -132,6 +132,8 @@ class HierarchyKVCacheTransfer:
         """Add a model's caches; only before `build`. Raises InvariantError for a second domain of one role."""
         if domain.role in self._domains or self._memories:
             raise InvariantError(f"the {domain.role.value} domain comes twice or too late")
+        identity = (self._identities or {}).get(domain.key_component)
+        name_blocks(domain, self._config, self._rank, identity.text if identity else "")
         self._domains[domain.role] = domain
 
     def build(self, num_host_blocks: int) -> None:
@@ -424,6 +426,7 @@ class HierarchyKVCacheTransfer:
         except Exception:  # a failed read is a miss
             log.exception("prefetch %d failed", plan.prefetch_id)
             self._stats.fail("g2h", "exception")
+            return bytes([UNKNOWN]) * len(plan.host)  # nobody knows how far it got
         return bytes([MISS]) * len(plan.host)
 
     def watch_store(self) -> None:
