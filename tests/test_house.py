@@ -26,6 +26,7 @@ FLOORS = [
         "engine.write_back",
         "engine.restore_policy",
         "engine.audit",
+        "engine.drafts",
         "engine.store_reads",
         "engine.block_manager",
         "engine.scheduler",

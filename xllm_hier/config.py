@@ -182,6 +182,15 @@ class EngineConfig:
     batch_invariant: bool = _setting(
         True, ENGINE, "same bits whatever the batch, the chunking and the cache hits; false = for the last per cent"
     )
+    num_speculative_tokens: int = _setting(
+        0, ENGINE, "draft tokens verified per step and sequence; 0 = no speculation", unit="tokens", low=0, high=31
+    )
+    speculative_algorithm: str = _setting(
+        "ngram",
+        ENGINE,
+        "where drafts come from: ngram = what followed the last tokens where they stood before",
+        choices=("ngram",),
+    )
     prefill_tile_rows: int = _setting(
         0,
         ENGINE,

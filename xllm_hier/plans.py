@@ -219,8 +219,9 @@ class PrefillSequence:
 class DecodeSequence:
     """Generated tokens at positions `start ...`, computed by the decode path: one query row each over its own context.
 
-    More than one row: replay after preemption (all rows' KV is written before any attends). Only the last row's
-    logits are sampled, and only if `sampling` is given.
+    More than one row: replay after preemption, or drafts (all rows' KV is written before any attends). Logits are
+    sampled only if `sampling` is given, from the last row that is no draft and from each draft: draw `draw + j` from
+    the j-th of them. A draft is accepted when the token drawn before it is the draft.
     """
 
     start: int
@@ -228,6 +229,7 @@ class DecodeSequence:
     block_table: Ints
     sampling: SamplingSpec | None = None
     draw: int = 0
+    num_drafts: int = 0
 
 
 @dataclass(frozen=True)
@@ -332,7 +334,9 @@ class OffloadStored:
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """Answer to a Forward: one token per sequence that had `sampling`, prefill sequences first, in plan order.
+    """Answer to a Forward: tokens of each sequence that had `sampling`, prefill sequences first, in plan order.
+
+    `num_tokens` says how many each has, one and those its accepted drafts brought; None: one each.
 
     `logprobs[i]` is None where the sequence did not ask. `prompt_logprobs` holds one list per prefill sequence that
     asked. `failed_batches`: loads that this forward waited for in vain; what it computed from them is void.
@@ -350,6 +354,7 @@ class ForwardOutput:
     wait_s: float
     error: str | None = None
     view: str = ""
+    num_tokens: Ints | None = None
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,7 @@ class Row(NamedTuple):
     sampling: SamplingSpec | None
     prompt_logprobs: int | None
     next_token: int
+    num_drafts: int = 0
 
 
 def rows_of(plan: Forward, decode_path: str) -> list[Row]:
@@ -102,8 +103,19 @@ def rows_of(plan: Forward, decode_path: str) -> list[Row]:
             rest = ("P", row.write_from, row.prompt_logprobs, row.next_token)
         path, write_from, wants, following = rest
         table = row.block_table.tolist()
-        rows.append(Row(row.start, row.token_ids.tolist(), table, path, write_from, row.sampling, wants, following))
+        drafts = getattr(row, "num_drafts", 0)
+        tokens = row.token_ids.tolist()
+        rows.append(Row(row.start, tokens, table, path, write_from, row.sampling, wants, following, drafts))
     return rows
+
+
+def verified(drawn: list[int], row: Row) -> list[int]:
+    """What was drawn, up to the first token that is not the draft in its place."""
+    drafts = row.tokens[len(row.tokens) - row.num_drafts :]
+    for place, draft in enumerate(drafts):
+        if drawn[place] != draft:
+            return drawn[: place + 1]
+    return drawn
 
 
 def hashes_of(raw: bytes) -> list[bytes]:
@@ -500,21 +512,24 @@ class Rank:
         failed = {load.batch_id for load in loads if load.failed}
         failed |= set(plan.batch_ids) - {load.batch_id for load in loads}
         tokens: list[int] = []
+        num_tokens: list[int] = []
         prompt_logprobs: list[list[TokenLogprob]] = []
         for row in rows:
-            last = self._compute(row, spoilt=fails or not failed_blocks.isdisjoint(row.table))
+            values = self._compute(row, spoilt=fails or not failed_blocks.isdisjoint(row.table))
             if row.prompt_logprobs is not None:
                 following = [*row.tokens[1:], row.next_token]
                 prompt_logprobs.append([TokenLogprob(token, 0.0, 1, [], []) for token in following if token >= 0])
             if row.sampling is not None:
-                tokens.append(next_token(last))
+                accepted = verified([next_token(last) for last in values[-1 - row.num_drafts :]], row)
+                tokens += accepted
+                num_tokens.append(len(accepted))
         if self.number:
-            tokens, prompt_logprobs = [], []  # rank 0 alone samples
+            tokens, num_tokens, prompt_logprobs = [], [], []  # rank 0 alone samples
         view = f"step {plan.step_id}, {self._num_plans} plans"
         if self.all.take("view", self.number) is not None:
             view, self.all.doom = "something else", "a rank was told something else"
         if fails:
-            tokens, prompt_logprobs = [], []
+            tokens, num_tokens, prompt_logprobs = [], [], []
         return ForwardOutput(
             plan.step_id,
             self.number,
@@ -526,17 +541,20 @@ class Rank:
             0.0,
             "simulated" if fails else None,
             view,
+            ints(num_tokens),
         )
 
-    def _compute(self, row: Row, *, spoilt: bool) -> bytes:
-        """Write the values of a row; returns the last. `spoilt`: from something that is no context."""
+    def _compute(self, row: Row, *, spoilt: bool) -> list[bytes]:
+        """Write the values of a row, and return them. `spoilt`: from something that is no context."""
         size, contents = self.all.contents.block_size, self.all.contents
         last = POISON if spoilt else self._context(row)
+        values = []
         for position, token in enumerate(row.tokens, row.start):
             last = contents.value(last, token, row.path)
             if position >= row.write_from:
                 self.device[row.table[position // size]][position % size] = last
-        return last
+            values.append(last)
+        return values
 
     def _context(self, row: Row) -> bytes:
         """The value before the row's first, after a look at all those before it."""

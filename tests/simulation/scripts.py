@@ -152,6 +152,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         faults=4,
     ),
     "audited": dict(num_ranks=(1, 2), audit_rate=(1, 2), num_device=(6, 8, 20), block_size=2, long=1, faults=2),
+    "drafts": dict(num_ranks=(1, 2), num_drafts=(1, 2, 5), max_tokens=(8, 16, 64), faults=3, audit_rate=(0, 2)),
     "switched": dict(num_ranks=(1, 2), replicated=(False, True), faults=3, switches=4),
     "deadly": dict(num_ranks=(1, 2, 3), faults=3, deadly=1),
 }

@@ -61,6 +61,7 @@ class Settings:
     deadline_ms: int = 0
     policy: str = "always"
     audit_rate: int = 0
+    num_drafts: int = 0
     limit_s: float = 8.0
     max_open: int = 1024
     pace: float = 1.0
@@ -80,6 +81,7 @@ class Settings:
             prefetch_deadline_ms=self.deadline_ms,
             restore_policy=self.policy,
             audit_rate=self.audit_rate,
+            num_speculative_tokens=self.num_drafts,
             max_tokens_per_batch=self.max_tokens,
             max_seqs_per_batch=self.max_seqs,
             max_tokens_per_chunk_for_prefill=self.chunk_tokens,
@@ -149,6 +151,7 @@ class World:
             ready = self.workers.wait_ready(1.0)
             self.core = EngineCore(one.config(), self.api, self.workers, ready)  # type: ignore[arg-type]
         self.manager, self.scheduler = self.core.manager, self.core.scheduler
+        self.scheduler.propose = self._drafts
         self.found: dict[str, set[bytes]] = {"device": set(), "host": set()}  # what could be found after the last turn
         self.withdrawn: set[bytes] = set()  # since then, on purpose
         for pool in (self.manager.device, self.manager.host):
@@ -173,6 +176,15 @@ class World:
                 yield
         finally:
             logger.level = level
+
+    def _drafts(self, sequence: Sequence, most: int) -> list[int]:
+        """What will come, now and then with a token that will not: any mix of right and wrong drafts."""
+        request = sequence.request
+        tokens = self.ranks.contents.answer(request.token_ids.tolist(), request.max_tokens, request.cache_salt or "")
+        done = sequence.num_generated
+        drafts = tokens[done : done + most]
+        wrong = (done * 7 + len(tokens)) % 5
+        return [token + 1 if place == wrong else token for place, token in enumerate(drafts)]
 
     def _channel(self, _context: object, address: str, *, bind: bool) -> Line:
         assert bind

@@ -134,6 +134,13 @@ class _EngineCollector(Collector):
         for result, count in values.get("audits", {}).items():
             audits.add_metric([result], count)
         yield audits
+        drafts = CounterMetricFamily(
+            "xllm_draft_tokens", "draft tokens, by where the request's prompt came from", labels=["origin", "result"]
+        )
+        for result in ("drafted", "accepted"):
+            for origin, count in values.get(result, {}).items():
+                drafts.add_metric([origin, result], count)
+        yield drafts
         alarm = float(bool(values.get("cache_alarm")))
         yield GaugeMetricFamily("xllm_cache_alarm", "1 when an audit found a wrong block: nothing is restored", alarm)
         yield from _transfers(values)

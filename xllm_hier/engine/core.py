@@ -98,6 +98,7 @@ class EngineCore:
             max_seqs=config.max_seqs_per_batch,
             chunk_tokens=config.chunk_tokens,
             auditor=Auditor(self.manager, config.audit_rate),
+            num_drafts=config.num_speculative_tokens,
         )
         self._exact = bool(first.details.get("batch_invariant")) and config.decode_kv_reuse != "as_is"
         self.max_model_len = min(first.max_model_len, num_device_blocks * self.block_size)
@@ -431,6 +432,8 @@ class EngineCore:
             "failed_loads": manager.num_failed_loads,
             "restore_decisions": manager.policy.decisions,
             "audits": scheduler.auditor.results,
+            "drafted": scheduler.drafts.drafted,
+            "accepted": scheduler.drafts.accepted,
             "cache_alarm": scheduler.auditor.alarm,
             "failed_offloads": manager.write_back.num_failed,
             "uptime_s": time.monotonic() - self._started,

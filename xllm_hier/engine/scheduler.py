@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ..plans import (
@@ -23,6 +24,7 @@ from ..plans import (
 )
 from .audit import Auditor
 from .block_manager import HierarchyBlockManagerPool
+from .drafts import DraftCounts, lookup
 from .sequence import Sequence, SequenceState
 
 log = logging.getLogger("xllm.engine")
@@ -46,7 +48,8 @@ class Step:
 class Scheduler:
     """Queues of one instance; used by one thread.
 
-    `max_seqs` sequences and `max_tokens` tokens per step, at most `chunk_tokens` of one prompt per step.
+    `max_seqs` sequences and `max_tokens` tokens per step, at most `chunk_tokens` of one prompt per step, and up to
+    `num_drafts` draft tokens for each sequence that generates.
     """
 
     def __init__(
@@ -57,9 +60,13 @@ class Scheduler:
         max_seqs: int,
         chunk_tokens: int,
         auditor: Auditor | None = None,
+        num_drafts: int = 0,
     ) -> None:
         self.manager = manager
         self.auditor = auditor or Auditor(manager)
+        self.num_drafts = num_drafts
+        self.drafts = DraftCounts()
+        self.propose: Callable[[Sequence, int], list[int]] = lambda sequence, most: lookup(sequence.tokens, most)
         self.max_tokens = max_tokens
         self.max_seqs = max_seqs
         self.chunk_tokens = chunk_tokens
@@ -157,8 +164,22 @@ class Scheduler:
                     count = 0
                     break
             if count:
-                self._add(step, sequence, count)
+                drafts = self._draft(sequence, count, budget)
+                budget -= len(drafts)
+                self._add(step, sequence, count, drafts)
         return budget
+
+    def _draft(self, sequence: Sequence, count: int, budget: int) -> list[int]:
+        """Tokens to verify behind the sequence's last one; none that it could not use, or that would cost another one's
+        blocks."""
+        start, request = sequence.num_computed, sequence.request
+        if sequence.in_prefill or start + count < len(sequence.tokens):
+            return []
+        limit = min(self.num_drafts, budget, request.max_tokens - sequence.num_generated - 1)
+        drafts = self.propose(sequence, limit)
+        if drafts and not self.manager.allocate(sequence, start + count + len(drafts)):
+            return []
+        return drafts
 
     def _make_room(self, sequence: Sequence, step: Step) -> bool:
         """Free device blocks for a running sequence; False when it has to sit this step out."""
@@ -241,14 +262,15 @@ class Scheduler:
             return True
         return False
 
-    def _add(self, step: Step, sequence: Sequence, count: int) -> None:
+    def _add(self, step: Step, sequence: Sequence, count: int, drafts: list[int] | None = None) -> None:
         start, request = sequence.num_computed, sequence.request
         end = start + count
-        tokens = ints(sequence.tokens[start:end])
+        tokens = ints([*sequence.tokens[start:end], *(drafts or [])])
         table = sequence.block_table()
         sampling = request.sampling if end == len(sequence.tokens) else None
         if not sequence.in_prefill:
-            step.plan.decode.append(DecodeSequence(start, tokens, table, sampling, sequence.num_generated))
+            draw = sequence.num_generated
+            step.plan.decode.append(DecodeSequence(start, tokens, table, sampling, draw, len(drafts or [])))
             step.decode.append((sequence, count))
             return
         wants = request.prompt_logprobs if not sequence.num_generated else None
@@ -268,14 +290,14 @@ class Scheduler:
         if step.audit:
             self.auditor.computed()
             return
-        tokens = iter(zip(output.token_ids.tolist(), output.logprobs, strict=True))
+        drawn = _by_sequence(output)
         prompt_logprobs = iter(output.prompt_logprobs)
         rows: list[tuple[PrefillSequence | DecodeSequence, tuple[Sequence, int]]] = [
             *zip(step.plan.prefill, step.prefill, strict=True),
             *zip(step.plan.decode, step.decode, strict=True),
         ]
         for row, (sequence, count) in rows:
-            sampled = next(tokens) if row.sampling is not None else None
+            sampled = next(drawn) if row.sampling is not None else []
             wanted = isinstance(row, PrefillSequence) and row.prompt_logprobs is not None
             logprobs = next(prompt_logprobs) if wanted else None
             if bad and not bad.isdisjoint(sequence.device_blocks):
@@ -288,8 +310,21 @@ class Scheduler:
             if sequence.state is SequenceState.CANONICAL:
                 if sequence.num_computed >= sequence.canonical_end:
                     self._end_canonical(sequence)
-            elif sampled is not None and not sequence.aborted:
-                self._append(sequence, *sampled)
+            elif sampled and not sequence.aborted:
+                self._append_all(sequence, sampled, getattr(row, "num_drafts", 0))
+
+    def _append_all(self, sequence: Sequence, sampled: list[tuple[int, TokenLogprob | None]], num_drafts: int) -> None:
+        """Take the tokens of a step one by one, as if each had had a step of its own: the row of an accepted draft
+        counts as computed only once its token is the sequence's."""
+        if num_drafts:
+            self.drafts.add(_origin(sequence), num_drafts, len(sampled) - 1)
+        for number, (token, logprob) in enumerate(sampled):
+            if number:
+                sequence.num_computed += 1
+                self.manager.publish_computed(sequence)
+            self._append(sequence, token, logprob)
+            if sequence.state is not SequenceState.RUNNING:
+                return  # a stop, or the last token it may have, within what was accepted
 
     def _roll_back(self, sequence: Sequence) -> None:
         """Its blocks hold nothing: compute again from what other tiers have."""
@@ -392,3 +427,21 @@ class Scheduler:
     def refuse(self, request_id: str, message: str, status: int) -> None:
         """Answer a request that is not admitted."""
         self._outputs.append(RequestOutput(request_id, [], finish_reason="error", error=message, error_status=status))
+
+
+def _by_sequence(output: ForwardOutput) -> Iterator[list[tuple[int, TokenLogprob | None]]]:
+    """The tokens of each sequence that was sampled from, in plan order."""
+    pairs = list(zip(output.token_ids.tolist(), output.logprobs, strict=True))
+    counts = output.num_tokens.tolist() if output.num_tokens is not None else [1] * len(pairs)
+    start = 0
+    for count in counts:
+        yield pairs[start : start + count]
+        start += count
+
+
+def _origin(sequence: Sequence) -> str:
+    """Where most of the restored part of the prompt came from."""
+    usage = sequence.usage
+    if usage is None or not (usage.device or usage.host or usage.store):
+        return "cold"
+    return max(("device", "host", "store"), key=lambda tier: int(getattr(usage, tier)))

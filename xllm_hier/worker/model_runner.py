@@ -42,7 +42,9 @@ _HEAD_ROWS = 32
 
 @dataclass
 class ModelOutput:
-    """One token and perhaps its log probability per sequence that had `sampling`, prefill first, in plan order.
+    """Tokens and perhaps their log probabilities of each sequence that had `sampling`, prefill first, in plan order.
+
+    `num_tokens`: how many each has; None: one each.
 
     `prompt_logprobs`: one list per prefill sequence that asked, one entry per position whose next token is known.
     """
@@ -50,6 +52,7 @@ class ModelOutput:
     token_ids: list[int]
     logprobs: list[TokenLogprob | None]
     prompt_logprobs: list[list[TokenLogprob]]
+    num_tokens: list[int] | None = None
 
 
 class ModelRunner:
@@ -111,9 +114,13 @@ class ModelRunner:
             for sequence, span in zip(plan.prefill, spans[:count], strict=True)
             if sequence.prompt_logprobs is not None
         ]
+        pairs = zip(sequences, spans, strict=True)
+        drawn = [(sequence, span) for sequence, span in pairs if sequence.sampling is not None]
         asked = [
-            (sequence.sampling, sequence.draw, place[span.row + span.stop - span.start - 1])
-            for sequence, span in zip(sequences, spans, strict=True)
+            (sequence.sampling, sequence.draw + number, place[span.row + span.stop - span.start - 1 - drafts + number])
+            for sequence, span in drawn
+            for drafts in [_num_drafts(sequence)]
+            for number in range(drafts + 1)
             if sequence.sampling is not None
         ]
         if not asked:
@@ -125,7 +132,7 @@ class ModelRunner:
         specs = [sampling for sampling, _, _ in asked]
         token_ids = sample(logits, specs, [draw for _, draw, _ in asked])
         logprobs = token_logprobs(logits, token_ids, [spec.num_logprobs for spec in specs])
-        return ModelOutput(token_ids, logprobs, prompt_logprobs)
+        return _accepted([sequence for sequence, _ in drawn], ModelOutput(token_ids, logprobs, prompt_logprobs))
 
     # ------------------------------------------------------------------------------------------- one step
 
@@ -300,8 +307,37 @@ def _choose_tiles(model: Decoder, fixed_rows: int) -> None:
 
 def _span(sequence: PrefillSequence | DecodeSequence, row: int, write_from: int, all_wanted: bool) -> Span:
     start, stop = sequence.start, sequence.start + len(sequence.token_ids)
-    wanted_from = start if all_wanted else stop - (sequence.sampling is not None)
-    return Span(start, stop, row, sequence.block_table, write_from, wanted_from)
+    num_drawn = _num_drafts(sequence) + 1 if sequence.sampling is not None else 0
+    return Span(start, stop, row, sequence.block_table, write_from, start if all_wanted else stop - num_drawn)
+
+
+def _num_drafts(sequence: PrefillSequence | DecodeSequence) -> int:
+    return sequence.num_drafts if isinstance(sequence, DecodeSequence) else 0
+
+
+def _accepted(sequences: list[PrefillSequence | DecodeSequence], drawn: ModelOutput) -> ModelOutput:
+    """What was drawn, cut behind each sequence's first token that is not the draft at its place.
+
+    Every token is drawn from the target's own logits with the draw it would have had without drafts, and the logits of
+    a row do not depend on the rows beside it: the tokens are those of a run without drafts, sampled ones too. With a
+    draft's distribution all on one token this is rejection sampling (https://arxiv.org/abs/2211.17192), at its rate.
+    """
+    if not any(_num_drafts(sequence) for sequence in sequences):
+        return drawn
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob | None] = []
+    num_tokens, place = [], 0
+    for sequence in sequences:
+        drafts = sequence.token_ids[len(sequence.token_ids) - _num_drafts(sequence) :].tolist()
+        found = drawn.token_ids[place : place + len(drafts) + 1]
+        count = 1
+        while count <= len(drafts) and found[count - 1] == drafts[count - 1]:
+            count += 1
+        token_ids += found[:count]
+        logprobs += drawn.logprobs[place : place + count]
+        num_tokens.append(count)
+        place += len(drafts) + 1
+    return ModelOutput(token_ids, logprobs, drawn.prompt_logprobs, num_tokens)
 
 
 # ------------------------------------------------------------------------------------------- what to load

@@ -44,8 +44,10 @@ class PlanDigest:
         )
 
     def _sequence(self, sequence: PrefillSequence | DecodeSequence) -> None:
-        write_from = sequence.write_from if isinstance(sequence, PrefillSequence) else sequence.start
-        self._numbers(sequence.start, write_from)
+        if isinstance(sequence, PrefillSequence):
+            self._numbers(sequence.start, sequence.write_from)
+        else:
+            self._numbers(sequence.start, sequence.start, sequence.num_drafts)
         self._array(sequence.token_ids)
         self._array(sequence.block_table)
 

@@ -224,6 +224,7 @@ class Worker:
             waiter.waited_s,
             error,
             self._digest.view(plan, [load.batch_id for load in loads], self.parallel.calls),
+            None if output.num_tokens is None else ints(output.num_tokens),
         )
 
 
