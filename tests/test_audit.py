@@ -80,6 +80,64 @@ def test_a_wrong_block_ends_all_restoring_until_everything_is_emptied(tier: str)
     assert manager.prefix_tokens["host"] > before["host"] and results(simulation)["equal"] == 1
 
 
+def spoil(simulation: Simulation) -> None:
+    """One position of a host block holds what another model computed; its checksum is right."""
+    block_hash = next(iter(simulation.workers.store))
+    simulation.workers.host[simulation.manager.host.find(block_hash) or 0][1] = b"of other"
+
+
+def test_who_runs_on_wrong_blocks_when_the_alarm_comes_neither_goes_on_nor_leaves_blocks_behind() -> None:
+    """One has answered tokens already and fails; one has none yet and begins anew; one waits; a clean one goes on."""
+    simulation = audited(max_tokens=64, chunk_tokens=8, max_seqs=8, num_workers=1)
+    spoil(simulation)
+    simulation.add(PROMPT, 1)
+    while not simulation.scheduler.auditor.comparing:
+        simulation.step()
+    simulation.share = 0.0
+    clean = simulation.add([45, 46, 47], 40)
+    late = simulation.add(PROMPT, 30)
+    for _ in range(3):
+        simulation.step()
+    begun = simulation.add([*PROMPT, *range(30, 49)], 2)
+    simulation.step()
+    simulation.share = 1.0
+    simulation.run()
+    assert simulation.scheduler.auditor.alarm
+    ends = {name: simulation.outputs[name][-1] for name in (late, begun, clean)}
+    assert ends[late].finish_reason == "error" and "audit" in (ends[late].error or "")
+    assert simulation.answered[clean] == reference([45, 46, 47], 40)
+    if ends[begun].finish_reason != "error":
+        assert simulation.answered[begun] == reference([*PROMPT, *range(30, 49)], 2)
+    for prompt in (PROMPT, [*PROMPT, 7, 8, 9, 10, 11]):
+        assert simulation.ask(prompt, 2) == reference(prompt, 2)
+    for tier in ("device", "host"):
+        simulation.manager.clear(tier)
+    simulation.workers.store.clear()
+    simulation.scheduler.auditor.reset()
+    for _ in range(3):
+        for prompt in (PROMPT, [*PROMPT, 7, 8, 9, 10, 11]):
+            assert simulation.ask(prompt, 2) == reference(prompt, 2)
+        simulation.manager.clear("device")
+
+
+def test_what_failed_is_not_audited() -> None:
+    simulation = audited()
+    simulation.workers.faults.forward = 1.0
+    simulation.add(PROMPT, 1)
+    simulation.run()
+    assert results(simulation) == {}
+
+
+def test_experts_that_rounding_chose_otherwise_are_no_alarm_where_bits_need_not_be_equal() -> None:
+    for exact in (True, False):
+        simulation = audited()
+        auditor = simulation.scheduler.auditor
+        auditor.exact, auditor._experts = exact, True
+        simulation.workers.verdict = DIFFERENT
+        simulation.ask(PROMPT)
+        assert results(simulation) == {"different": 1} and auditor.alarm is exact
+
+
 def test_rounding_is_an_alarm_only_where_bits_must_be_equal() -> None:
     for exact in (True, False):
         simulation = audited()

@@ -258,6 +258,39 @@ def test_a_read_given_up_leaves_its_targets_alone_until_every_rank_has_ended_it(
     assert reads.num_left_alone == 0 == simulation.manager.host.num_pinned
 
 
+def test_a_deadline_counts_from_the_arrival_also_for_who_waits_for_the_reads_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    simulation = Simulation(prefetch_batch_size=4, prefetch_deadline_ms=1000, num_device=32, num_host=64)
+    prompts = [[*PROMPT, *range(20 + n, 20 + n + 4 * n)] for n in range(3)]
+    for prompt in prompts:
+        simulation.ask(prompt)
+    for tier in ("device", "host"):
+        simulation.manager.clear(tier)
+    simulation.share = 0.0
+    ids = [simulation.add(prompt, 1) for prompt in prompts]
+    now[0] += 1.01
+    for _ in range(20):
+        simulation.step()
+    assert all(name in simulation.answered for name in ids), "one deadline, not one after the other"
+    simulation.share = 1.0
+    simulation.run()
+
+
+def test_a_store_that_is_attached_gets_what_the_host_has_when_it_is_used_again() -> None:
+    simulation = Simulation(store=False)
+    simulation.ask(PROMPT)
+    simulation.workers.store.clear()
+    simulation.manager.use_store(True)
+    simulation.ask(PROMPT)
+    assert len(simulation.workers.store) == 4
+    copies = len(sent(simulation, TransferKvBlocks))
+    simulation.ask(PROMPT)
+    assert len(sent(simulation, TransferKvBlocks)) == copies, "once is enough"
+
+
 # ----------------------------------------------------------------------------------- the result matrix
 
 

@@ -135,3 +135,31 @@ def test_always_restores_whatever_can_be(wait: Clock) -> None:
     simulation.run()
     assert simulation.usage(request_id) == (0, 0, 28, 1)
     assert made.decisions["store"]["restored"] == 1
+
+
+def test_requests_that_read_at_once_do_not_take_each_others_time_for_the_stores(wait: Clock) -> None:
+    made = RestorePolicy(BLOCK)
+    simulation = warmed(made)
+    prompts = [[30 + n, *PROMPT] for n in range(4)]
+    for prompt in prompts:
+        simulation.ask(prompt)
+    for tier in ("device", "host"):
+        simulation.manager.clear(tier)
+    made.computed(100, 0, 0.2)  # 8 ms a block
+    made.read = type(made.read)(STALE_S)
+    ids = [simulation.add(prompt) for prompt in prompts]
+    wait(0.1)  # 4 x 4 blocks are under way: 6 ms each
+    simulation.run()
+    assert made.decisions["store"]["recomputed"] == 0
+    assert all(simulation.usage(name)[2] > 0 for name in ids)
+    assert made.read.value is not None and made.read.value < 0.02
+
+
+def test_a_store_that_is_slow_to_say_no_is_slow(wait: Clock) -> None:
+    made = RestorePolicy(BLOCK)
+    simulation = Simulation(policy=made, prefetch_batch_size=2, num_device=16, num_host=32)
+    made.computed(100, 0, 0.001)
+    simulation.add(PROMPT)
+    wait(3)
+    simulation.run()
+    assert made.read.value is not None and not made.reading_pays(7)

@@ -92,6 +92,12 @@ def test_a_call_that_hangs_opens_while_it_hangs_and_a_slow_one_is_a_bad_one(wait
     assert circuit.state == "degraded" and not circuit.busy
 
 
+def test_a_store_in_use_that_is_wanted_once_more_stays_in_use() -> None:
+    circuit = attached()
+    circuit.wanted()
+    assert circuit.state == "attached"
+
+
 @pytest.fixture
 def queue() -> Iterator[StoreQueue]:
     made = StoreQueue("calls")

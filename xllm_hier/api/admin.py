@@ -63,7 +63,7 @@ async def stats(request: Request) -> dict[str, Any]:
 
 
 class StoreAddress(BaseModel):
-    """Where the store is; what is left out stays as it was. Names and meaning are those of the settings."""
+    """Where the store is, by the settings of these names; empty: where it was. A master without a client is direct."""
 
     model_config = ConfigDict(extra="forbid")
     store_master_server_address: str | None = None
@@ -84,6 +84,8 @@ async def attach(body: StoreAddress, request: Request) -> dict[str, Any]:
     """Use a store from now on, under load too; one that is not there yet is attached when it comes (state `open`)."""
     service = service_of(request)
     given = {name: value for name, value in body.model_dump().items() if value is not None}
+    if "store_master_server_address" in given:  # another store has other clients
+        given.setdefault("store_client_address", "")
     try:
         config = dataclasses.replace(service.store_config, enable_kvcache_store=True, **given)
     except ConfigError as error:

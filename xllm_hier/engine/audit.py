@@ -38,16 +38,20 @@ class _Audit:
 class Auditor:
     """Audits one in `rate` requests that were served from host or store (0: none), one at a time.
 
-    `exact`: restored blocks must have the very bits of computed ones; else only what is more than rounding counts.
+    `exact`: restored blocks must have the very bits of computed ones; else only what is more than rounding counts, and
+    nothing for a model with `experts`.
     `results` counts the audits by how they ended.
     """
 
-    def __init__(self, manager: HierarchyBlockManagerPool, rate: int = 0, *, exact: bool = True) -> None:
+    def __init__(
+        self, manager: HierarchyBlockManagerPool, rate: int = 0, *, exact: bool = True, experts: bool = False
+    ) -> None:
         self._manager = manager
         self._rate = rate
         self._seen = 0
         self._audit: _Audit | None = None
         self.exact = exact
+        self._experts = experts
         self.alarm = False
         self.results = {"equal": 0, "rounding": 0, "different": 0, "given_up": 0}
 
@@ -124,7 +128,8 @@ class Auditor:
         worst = max(audit.worst.values())
         self.results["equal" if worst == EQUAL else "different" if worst == DIFFERENT else "rounding"] += 1
         self._release(audit)
-        if worst == DIFFERENT or (self.exact and worst != EQUAL):
+        # Rounding can send a row to other experts, whose result is no rounding any more.
+        if (self.exact and worst != EQUAL) or (worst == DIFFERENT and not self._experts):
             self._sound_alarm(audit)
 
     def _sound_alarm(self, audit: _Audit) -> None:

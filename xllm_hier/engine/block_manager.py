@@ -56,7 +56,7 @@ class HierarchyBlockManagerPool:
         self.device = BlockPool(num_device_blocks)
         self.host = BlockPool(num_host_blocks)
         self.prefix_cache = enable_prefix_cache
-        self.store_enabled = store_enabled and num_host_blocks > 0
+        self.store_enabled = self._store_wanted = store_enabled and num_host_blocks > 0
         self.decode_kv_reuse = decode_kv_reuse
         self.policy = policy or RestorePolicy(block_size, measured=False)
         self._next_id = 1
@@ -80,14 +80,19 @@ class HierarchyBlockManagerPool:
         self.prefix_tokens = {"device": 0, "host": 0, "store": 0, "computed": 0}
 
     def use_store(self, enabled: bool) -> None:
-        """Read from and write to the store from now on, or no more; what is under way goes on."""
-        self.store_enabled = self.write_back.store_enabled = enabled and self.host.num_blocks > 0
+        """Read from and write to the store from now on, or no more; what is under way goes on.
+
+        While the cache is distrusted nothing of that happens, but it is remembered.
+        """
+        self._store_wanted = enabled and self.host.num_blocks > 0
+        self.store_enabled = self.write_back.store_enabled = self._store_wanted and self.policy.trusted
+        if self.store_enabled:
+            self.write_back.begin_anew()
 
     def distrust(self) -> None:
         """Restore nothing any more, forget what could be, and write nothing to the store."""
-        self._store_was_enabled = self.store_enabled
-        self.use_store(False)
         self.policy.trusted = False
+        self.use_store(self._store_wanted)
         for tier in ("device", "host"):
             self.clear(tier)
 
@@ -95,7 +100,7 @@ class HierarchyBlockManagerPool:
         """Undo `distrust`."""
         if not self.policy.trusted:
             self.policy.trusted = True
-            self.use_store(self._store_was_enabled)
+            self.use_store(self._store_wanted)
 
     def new_id(self) -> int:
         """Ids of plans only grow, and none is used twice."""

@@ -165,6 +165,10 @@ class BlockPool:
 
     # ---------------------------------------------------------------------------------------------- index
 
+    def hashes(self) -> set[bytes]:
+        """Of all blocks that can be found."""
+        return set(self._index)
+
     def find(self, block_hash: bytes) -> int | None:
         """The READY block with this content; None when there is none."""
         return self._index.get(block_hash)

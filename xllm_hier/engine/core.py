@@ -97,7 +97,7 @@ class EngineCore:
             max_tokens=config.max_tokens_per_batch,
             max_seqs=config.max_seqs_per_batch,
             chunk_tokens=config.chunk_tokens,
-            auditor=Auditor(self.manager, config.audit_rate),
+            auditor=Auditor(self.manager, config.audit_rate, experts=bool(first.details.get("experts"))),
             num_drafts=config.num_speculative_tokens,
         )
         self._exact = bool(first.details.get("batch_invariant")) and config.decode_kv_reuse != "as_is"
@@ -360,8 +360,6 @@ class EngineCore:
     def _clear(self, call: Call) -> None:
         tiers = call.args.get("tiers", ["device", "host", "store"])
         cleared = {tier: self.manager.clear(tier) for tier in tiers if tier != "store"}
-        if set(tiers) == {"device", "host", "store"}:
-            self.scheduler.auditor.reset()
         if "store" not in tiers:
             self._answer(call, {"cleared": cleared})
             return
@@ -369,6 +367,10 @@ class EngineCore:
         def done(values: dict[int, dict[str, Any]]) -> None:
             cleared["store"] = sum(value.get("removed", 0) for value in values.values())
             errors = [value["error"] for value in values.values() if value.get("error")]
+            if len(values) < self.workers.num_workers:
+                errors.append("not every worker has answered: the store may still hold what it held")
+            if not errors and set(tiers) == {"device", "host", "store"}:
+                self.scheduler.auditor.reset()
             self._answer(call, {"cleared": cleared}, errors[0] if errors else None)
 
         self._ask_workers("clear_store", done)

@@ -65,6 +65,7 @@ class Scheduler:
         self.manager = manager
         self.auditor = auditor or Auditor(manager)
         self.num_drafts = num_drafts
+        self._distrusted = False
         self.drafts = DraftCounts()
         self.propose: Callable[[Sequence, int], list[int]] = lambda sequence, most: lookup(sequence.tokens, most)
         self.max_tokens = max_tokens
@@ -126,6 +127,9 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """The next step with all its blocks allocated and its load sent; None when nothing can run now."""
+        if self.auditor.alarm and not self._distrusted:
+            self._drop_what_was_restored()
+        self._distrusted = self.auditor.alarm
         self.manager.policy.settle()
         self._drop_aborted()
         step = Step(Forward(self._next_step, [], [], []))
@@ -139,6 +143,20 @@ class Scheduler:
         self._next_step += 1
         step.plan.batch_ids.extend(self.manager.transfer_blocks())
         return step
+
+    def _drop_what_was_restored(self) -> None:
+        """An audit found a wrong block: whoever may have computed from it must not go on, nor leave blocks behind."""
+        for sequence in list(self.canonical):
+            self._end_canonical(sequence)
+        for sequence in [*self.running, *self.waiting]:
+            queue = self.running if sequence in self.running else self.waiting
+            if sequence.num_generated and (sequence.usage is None or sequence.usage.computed < sequence.prompt_length):
+                queue.remove(sequence)
+                self._end(sequence, "error", "an audit found that cached blocks were wrong: ask again")
+            elif sequence in self.running and sequence.write_from:
+                self._roll_back(sequence, "its cached blocks may be wrong")
+            else:
+                self.manager.store_reads.unmount(sequence)
 
     def _drop_aborted(self) -> None:
         for queue in (self.waiting, self.running, self.canonical):
@@ -326,9 +344,9 @@ class Scheduler:
             if sequence.state is not SequenceState.RUNNING:
                 return  # a stop, or the last token it may have, within what was accepted
 
-    def _roll_back(self, sequence: Sequence) -> None:
+    def _roll_back(self, sequence: Sequence, why: str = "a load failed") -> None:
         """Its blocks hold nothing: compute again from what other tiers have."""
-        log.warning("recomputing %s: a load failed", sequence.request.request_id)
+        log.warning("recomputing %s: %s", sequence.request.request_id, why)
         if sequence.state is SequenceState.CANONICAL:
             self._end_canonical(sequence)
             return
@@ -391,6 +409,7 @@ class Scheduler:
 
     def _end(self, sequence: Sequence, reason: str, error: str | None = None, status: int = 500) -> None:
         """End an unfinished request; a canonical one has been answered long ago."""
+        sequence.num_restored = 0  # what it holds may be what made it fail: nothing to audit
         if sequence.state is not SequenceState.CANONICAL:
             del self.sequences[sequence.request.request_id]
             self._outputs.append(

@@ -58,7 +58,7 @@ class Sequence:
     arrival: int = 0
     canonical_end: int = 0
     num_preemptions: int = 0
-    arrived_at: float = field(default_factory=time.monotonic)
+    arrived_at: float = field(default_factory=lambda: time.monotonic())
     _table: np.ndarray = field(default_factory=lambda: np.zeros(8, dtype=np.int32))
     _table_length: int = 0
 

@@ -51,6 +51,7 @@ class _Prefetch:
     started: float = field(default_factory=_now)
     last_progress: float = field(default_factory=_now)
     given_up: bool = False  # by the policy: computing the rest takes less time
+    company: int = 1  # most operations under way at once during its life: they share one thread of each worker
 
 
 @dataclass(eq=False)
@@ -145,6 +146,8 @@ class StoreReads:
         operation = _Prefetch(self._new_id(), sequence, holes, result)
         self._prefetches[operation.prefetch_id] = operation
         self._prefetch_of[sequence] = operation
+        for under_way in self._prefetches.values():
+            under_way.company = max(under_way.company, len(self._prefetches))
         for index in holes:
             self._fetching.setdefault(sequence.hash_of(index), operation)
         self._issue(operation)
@@ -203,7 +206,7 @@ class StoreReads:
         if not asked or not left or operation.given_up:
             return
         # Before the first answer the pace is at best this one.
-        pace = (_now() - operation.started) / (answered or asked)
+        pace = (_now() - operation.started) / (answered or asked) / operation.company
         if not self._policy.reading_pays(left, pace):
             operation.given_up = result.request_stop()
 
@@ -236,10 +239,11 @@ class StoreReads:
         """True when nothing of the store is pending for this sequence: its hits are mounted, it may be scheduled."""
         awaited = self._awaited.get(sequence)
         if awaited is not None:
-            if awaited.prefetch_id in self._prefetches:
-                return sequence.aborted and self._forget_awaited(sequence)
+            enough = sequence.aborted or self._too_late(sequence)
+            if awaited.prefetch_id in self._prefetches and not enough:
+                return False
             self._forget_awaited(sequence)
-            return sequence.aborted or not self.begin(sequence, awaited.missed)
+            return enough or not self.begin(sequence, awaited.missed)
         operation = self._prefetch_of.get(sequence)
         if operation is None:
             return True
@@ -252,14 +256,17 @@ class StoreReads:
         self._finish(operation)
         return True
 
-    def _forget_awaited(self, sequence: Sequence) -> bool:
+    def _forget_awaited(self, sequence: Sequence) -> None:
         del self._awaited[sequence]
-        return True
+
+    def _too_late(self, sequence: Sequence) -> bool:
+        """The deadline of this request's reads, its own and those of others that it waits for, has passed."""
+        return bool(self._limits.deadline_ms) and _now() - sequence.arrived_at > self._limits.deadline_ms / 1000
 
     def _abandon_late(self, operation: _Prefetch) -> None:
         """Wait no longer for what is in flight, when a limit says so; its targets are nobody's until it has ended."""
         now, limits = _now(), self._limits
-        too_long = bool(limits.deadline_ms) and now - operation.started > limits.deadline_ms / 1000
+        too_long = self._too_late(operation.sequence)
         if not too_long and now - operation.last_progress <= limits.silence_s:
             return
         if not too_long:
@@ -302,9 +309,11 @@ class StoreReads:
         self.unmount(sequence, 0 if sequence.aborted else self._restorable(sequence))
 
     def _judge(self, operation: _Prefetch, num_hits: int) -> None:
+        # A few blocks, or none, take as long as a batch of them; what was not waited for took at least until now.
+        end = _now() if operation.result.timed_out else operation.last_progress
+        seconds = (end - operation.started) / operation.company
+        self._policy.read.add(max(num_hits, self._limits.batch_size), seconds)
         if num_hits:
-            # A few blocks take as long as a batch of them.
-            self._policy.read.add(max(num_hits, self._limits.batch_size), operation.last_progress - operation.started)
             self._policy.count("store", "partly" if operation.given_up else "restored")
         elif operation.given_up:
             self._policy.count("store", "recomputed")

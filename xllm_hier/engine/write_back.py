@@ -83,6 +83,11 @@ class WriteBack:
         self.store_works = True
         self.num_failed = 0
 
+    def begin_anew(self) -> None:
+        """A store was attached: it may lack whatever the host has."""
+        self.store_works = True
+        self._unstored |= self._host.hashes()
+
     def store_answers(self) -> None:
         """The store was seen to work: what did not reach it may be tried again."""
         self.store_works = True
@@ -96,7 +101,8 @@ class WriteBack:
 
         Without a target one is allocated; without room on the host nothing happens. `put` False: to the host only.
         """
-        again = put and self.store_works and block_hash in self._unstored and block_hash not in self._offloading
+        works = self.store_enabled and self.store_works
+        again = put and works and block_hash in self._unstored and block_hash not in self._offloading
         if not self.is_missing(block_hash) and not again:
             if target is not None:
                 self._host.unpin([target])
@@ -150,10 +156,11 @@ class WriteBack:
         if offload is None:
             return
         offload.stored[answer.rank] = answer.num_stored
-        if self.store_enabled and offload.pairs[0].put and len(offload.stored) == self._link.num_workers:
+        if offload.pairs[0].put and len(offload.stored) == self._link.num_workers:
             hashes = {pair.block_hash for pair in offload.pairs}
-            self.store_works = min(offload.stored.values()) == len(hashes)  # one rank's miss is a miss for all
-            if self.store_works:
+            stored = min(offload.stored.values()) == len(hashes)  # one rank's miss is a miss for all
+            self.store_works = stored or not self.store_enabled
+            if stored:
                 self._unstored -= hashes
             elif len(self._unstored) < self._host.num_blocks:
                 self._unstored |= hashes

@@ -39,6 +39,7 @@ MARKS_PROBE_S = 30.0
 STAGING_BLOCKS = 32
 _SPARE_BYTES = 64 << 10  # of the pool, for the note
 _NO_SPACE = -200
+_NOT_SENT = -703  # among ENDED_READS: nothing was touched
 _CALL_BYTES = 64 << 20
 
 
@@ -148,6 +149,7 @@ class KVCacheStore:
         self._on_open = on_open
         self.circuit = StoreCircuit(config.store_call_limit_ms / 1000, self._opened)
         self.circuit.wanted()
+        self._looking = threading.Lock()
         self._stop = threading.Event()
         self._monitor = threading.Thread(target=self._watch, name="store-monitor", daemon=True)
 
@@ -211,15 +213,20 @@ class KVCacheStore:
         Raises:
             StoreError: it is not there, or must not be used.
         """
-        if not self._client.reachable():
-            raise StoreError("nobody listens there")
-        if not self._client.connected:
-            if not self._client.answers():
-                raise StoreError("somebody listens there and does not answer")
-            self._client.connect(2 * self._staging_bytes(self._memory[1]) + _SPARE_BYTES)
-        self._attach()
-        if self.refused:
-            raise StoreError(self.refused)
+        with self._looking:  # the monitor may look while somebody attaches
+            if self.circuit.closed:
+                return
+            if not self._client.reachable():
+                raise StoreError("nobody listens there")
+            if not self._client.connected:
+                if not self._client.answers():
+                    raise StoreError("somebody listens there and does not answer")
+                self._client.connect(2 * self._staging_bytes(self._memory[1]) + _SPARE_BYTES)
+                self._staging.clear()
+                self._marks.forget_client()
+            self._attach()
+            if self.refused:
+                raise StoreError(self.refused)
 
     def _attach(self, *, at_start: bool = False) -> None:
         """The client is connected: make memory usable and probe once."""
@@ -296,6 +303,8 @@ class KVCacheStore:
         pause = PROBE_S / 2
         while not self._stop.wait(PROBE_S):
             state, due = self.state, time.monotonic() - compared_at > MARKS_PROBE_S
+            if state == ATTACHED:
+                pause = PROBE_S / 2  # trusted again: the next loss is looked after at once
             if state == DETACHED or (state == ATTACHED and not due):
                 continue
             compared_at = time.monotonic()
@@ -308,12 +317,14 @@ class KVCacheStore:
                     pause = min(2 * pause, LONGEST_PAUSE_S)
                     look_at = time.monotonic() + pause
                     self.look()
-                    pause = PROBE_S / 2
                 else:
                     self._client.exist([self._probe_key()])
                     self.circuit.judge(good=True)
             except StoreError as error:
                 log.debug("the store is still away: %s", error)
+                self.circuit.fail(str(error))
+            except Exception as error:  # whatever it was, the next look must come
+                log.exception("looking at the store failed")
                 self.circuit.fail(str(error))
 
     # --------------------------------------------------------------------------------------------- transfers
@@ -463,6 +474,9 @@ class KVCacheStore:
         step = max(1, _CALL_BYTES // max(sizes))
         for start in range(0, len(objects), step):
             part = slice(start, start + step)
+            if not self.circuit.closed:  # opened by a piece before this one: the others need not hang too
+                codes += [_NOT_SENT] * len(keys[part])
+                continue
             with self.circuit.call():
                 if direction == "get":
                     codes += self._client.get(keys[part], addresses[part], sizes[part])

@@ -445,7 +445,15 @@ class HierarchyKVCacheTransfer:
     def attach_store(self, addresses: dict[str, Any], done: Callable[[dict[str, Any]], None]) -> None:
         """Use the store at `addresses` (settings of EngineConfig; none: the last one) from now on; `done` gets `state`
         and, when it is not there yet, `error`: it is then attached when it comes, unless it is `refused`."""
-        self._control.submit(lambda: self._attach_store(addresses), done)
+        self._control.submit(lambda: self._guarded(lambda: self._attach_store(addresses)), done)
+
+    def _guarded(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Whoever asks gets an answer."""
+        try:
+            return work()
+        except Exception as error:
+            log.exception("the store was not attached or detached")
+            return {"state": self.store_state, "error": f"{type(error).__name__}: {error}"}
 
     def _attach_store(self, addresses: dict[str, Any]) -> dict[str, Any]:
         config = dataclasses.replace(self._config, **addresses, enable_kvcache_store=True)
@@ -470,7 +478,7 @@ class HierarchyKVCacheTransfer:
 
     def detach_store(self, done: Callable[[dict[str, Any]], None]) -> None:
         """Ask the store for nothing more; what is under way is awaited, for as long as a call may take."""
-        self._control.submit(self._detach_store, done)
+        self._control.submit(lambda: self._guarded(self._detach_store), done)
 
     def _detach_store(self) -> dict[str, Any]:
         self._config = dataclasses.replace(self._config, enable_kvcache_store=False)
@@ -485,11 +493,16 @@ class HierarchyKVCacheTransfer:
     def _retire(self, store: KVCacheStore) -> None:
         """Have done with a store, but for the memory of its client if the host blocks lie there."""
         store.circuit.detach()
+        for calls in (self._reads, self._puts):
+            calls.give_up(0.0 if calls is self._reads else float("inf"))
+            calls.close()
+        # A call that hangs in the old store must not keep the new one's waiting.
+        self._reads, self._puts = StoreQueue("store-get"), StoreQueue("store-put")
         if store.lends_memory:
             store.stop_watching()
             self._retired.append(store)
-        else:
-            store.close()
+        elif not store.close():
+            self._retired.append(store)  # stuck: the end of this process must know
 
     # ------------------------------------------------------------------------------------------------- end
 

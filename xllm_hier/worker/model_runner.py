@@ -254,6 +254,7 @@ class ModelRunner:
             "device": self.device.type,
             "threads": torch.get_num_threads(),
             "tp_size": self.parallel.size,
+            "experts": _has_experts(self.hf_config),
             "cpu_capability": torch.backends.cpu.get_cpu_capability() if self.device.type == "cpu" else "",
             "packed_weights": own and can_pack(self.dtype, self.device),
             "batch_invariant": own and config.batch_invariant and self._attention.batch_invariant,
@@ -274,6 +275,11 @@ class ModelRunner:
             details["parameter_bytes"] = model.nbytes
         details["numerics_id"] = _numerics_id(details)
         return details
+
+
+def _has_experts(hf_config: Any) -> bool:
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    return any((getattr(hf_config, name, 0) or 0) > 1 for name in names)
 
 
 def _label(linear: Linear) -> str:

@@ -51,8 +51,9 @@ class StoreCircuit:
         return self._state in (ATTACHED, DEGRADED)
 
     def wanted(self) -> None:
-        """Somebody wants a store; whether there is one, a probe will say."""
-        self._move(OPEN)
+        """Somebody wants a store; whether there is one, a probe will say. One that is in use stays so."""
+        if self._state == DETACHED:
+            self._move(OPEN)
 
     def works(self, *, at_start: bool = False) -> None:
         """A look at it went well: it may be asked, and after some good calls, or at the start at once, is trusted."""

@@ -73,6 +73,10 @@ class StoreMarks:
                 self._note_address = self._own_note.ctypes.data
         return self._note_address
 
+    def forget_client(self) -> None:
+        """The client was set up anew: what it lent before is not its own any more."""
+        self._note_address = 0
+
     # ------------------------------------------------------------------------------------------- identity
 
     def objection(self) -> str:
