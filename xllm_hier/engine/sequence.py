@@ -22,6 +22,10 @@ class SequenceState(Enum):
     FINISHED = "finished"
 
 
+def _now() -> float:
+    return time.monotonic()
+
+
 @dataclass(eq=False)
 class Sequence:
     """A request's tokens and the blocks it holds; each held block is one reference in its pool.
@@ -58,7 +62,7 @@ class Sequence:
     arrival: int = 0
     canonical_end: int = 0
     num_preemptions: int = 0
-    arrived_at: float = field(default_factory=lambda: time.monotonic())
+    arrived_at: float = field(default_factory=_now)
     _table: np.ndarray = field(default_factory=lambda: np.zeros(8, dtype=np.int32))
     _table_length: int = 0
 
