@@ -332,7 +332,7 @@ def test_an_identity_that_was_evicted_is_left_anew_and_a_damaged_one_is_replaced
 def test_a_store_that_neither_gives_nor_takes_an_identity_is_not_used_before_it_does(instances: Any) -> None:
     first = instances("a")
     unreadable = instances("a")
-    unreadable.circuit.wanted()
+    unreadable.circuit.fail("away")
     unreadable._client.get_codes = [-800]
     with pytest.raises(StoreError, match="can neither be read nor written"):
         unreadable.look()
