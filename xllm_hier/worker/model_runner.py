@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from ..config import EngineConfig
 from ..errors import ConfigError
 from ..models.decoder import Decoder, StepRows, load_decoder
 from ..models.families import DecoderSpec, decoder_spec
-from ..models.identity import model_identity
+from ..models.identity import ModelIdentity, model_identity
 from ..models.linear import DECODE_TILE_COST, PREFILL_TILE_COST, Linear, can_pack, choose_tiles
 from ..models.parallel import TensorParallel
 from ..models.parts import Loader
@@ -87,7 +88,12 @@ class ModelRunner:
             self._attention = self._make_attention()
         self.layout = self._layout()
         self.details = self._details(config)
-        self.identity = model_identity(config.model, self.dtype)  # its pages are in memory now
+        self._folder = config.model
+
+    @cached_property
+    def identity(self) -> ModelIdentity:
+        """Which model this is; quick after loading, when its pages are in memory."""
+        return model_identity(self._folder, self.dtype)
 
     def bind_cache(self, layer_caches: list[torch.Tensor]) -> None:
         """Use these caches, one per layer: contiguous [num_blocks, tensors, *shape], as `layout` has them."""
