@@ -303,8 +303,6 @@ class KVCacheStore:
         pause = PROBE_S / 2
         while not self._stop.wait(PROBE_S):
             state, due = self.state, time.monotonic() - compared_at > MARKS_PROBE_S
-            if state == ATTACHED:
-                pause = PROBE_S / 2  # trusted again: the next loss is looked after at once
             if state == DETACHED or (state == ATTACHED and not due):
                 continue
             compared_at = time.monotonic()
@@ -317,6 +315,8 @@ class KVCacheStore:
                     pause = min(2 * pause, LONGEST_PAUSE_S)
                     look_at = time.monotonic() + pause
                     self.look()
+                    if not self.circuit.hung:
+                        pause = PROBE_S / 2
                 else:
                     self._client.exist([self._probe_key()])
                     self.circuit.judge(good=True)

@@ -38,6 +38,7 @@ class StoreCircuit:
         self._lock = threading.Lock()
         self._state = DETACHED
         self._bad = self._good = 0
+        self.hung = False  # a call hung since the store was last trusted: one that answers a look may hang again
         self._calls: dict[int, float] = {}
         self._next_call = 0
 
@@ -86,7 +87,7 @@ class StoreCircuit:
                 opens = self._bad >= MAX_BAD
                 self._state = OPEN if opens else DEGRADED
             elif self._good >= GOOD:
-                self._state = ATTACHED
+                self._state, self.hung = ATTACHED, False
         if opens:
             self._on_open(f"{MAX_BAD} calls in a row went badly")
 
@@ -110,6 +111,7 @@ class StoreCircuit:
         with self._lock:
             oldest = min(self._calls.values(), default=None)
         if oldest is not None and time.monotonic() - oldest > self._limit_s:
+            self.hung = True
             self.fail(f"a call has not come back for {self._limit_s:g} s")
 
     @property
