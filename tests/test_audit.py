@@ -120,6 +120,34 @@ def test_who_runs_on_wrong_blocks_when_the_alarm_comes_neither_goes_on_nor_leave
         simulation.manager.clear("device")
 
 
+def test_an_alarm_in_the_middle_of_a_step_leaves_nothing_that_the_step_has_published_and_nothing_is_stored() -> None:
+    """A long prompt goes on from the wrong blocks when the ranks' verdict comes, while its step is being computed."""
+    simulation = audited(max_tokens=64, chunk_tokens=8)
+    for block_hash in list(simulation.workers.store):  # the last position, from which the next block is computed
+        simulation.workers.host[simulation.manager.host.find(block_hash) or 0][3] = b"of other"
+    simulation.add(PROMPT, 1)
+    auditor = simulation.scheduler.auditor
+    while not auditor.comparing:
+        simulation.step()
+    verdicts, simulation.workers.pending = simulation.workers.pending, []
+    longer = [*PROMPT, *range(1, 20)]
+    simulation.add(longer, 1)
+    while (step := simulation.scheduler.schedule()) is None:
+        simulation.workers.deliver(simulation.manager)
+        simulation.scheduler.poll_prefetches()
+    assert step.prefill[0][0].write_from == 28
+    output = simulation.workers.forward(step.plan)
+    for answer in verdicts:
+        answer(simulation.manager)
+    assert auditor.alarm
+    before = dict(simulation.workers.store)
+    simulation.scheduler.finish(step, output)
+    simulation.run()
+    for prompt in (longer, PROMPT, longer):
+        assert simulation.ask(prompt, 2) == reference(prompt, 2)
+    assert simulation.workers.store == before
+
+
 def test_what_failed_is_not_audited() -> None:
     simulation = audited()
     simulation.workers.faults.forward = 1.0

@@ -157,6 +157,8 @@ class Scheduler:
                 self._roll_back(sequence, "its cached blocks may be wrong")
             else:
                 self.manager.store_reads.unmount(sequence)
+        for tier in ("device", "host"):  # once more: a step was under way, and has published since
+            self.manager.clear(tier)
 
     def _drop_aborted(self) -> None:
         for queue in (self.waiting, self.running, self.canonical):

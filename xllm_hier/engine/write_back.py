@@ -126,7 +126,7 @@ class WriteBack:
             transfer_id = self._new_id()
             self._offloads[transfer_id] = _Offload(chosen)
             mapping = block_mapping((pair.device, pair.host, pair.block_hash) for pair in chosen)
-            self._link.broadcast(TransferKvBlocks(transfer_id, [mapping], put=put))
+            self._link.broadcast(TransferKvBlocks(transfer_id, [mapping], put=put and self.store_enabled))
 
     def on_copied(self, answer: OffloadCopied) -> None:
         """One rank's D2H has ended; with the last one the host prefix is published or the host blocks are released."""
