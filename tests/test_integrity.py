@@ -342,6 +342,25 @@ def test_a_store_that_neither_gives_nor_takes_an_identity_is_not_used_before_it_
     assert first.state == "attached", "who has compared it before goes on"
 
 
+def test_an_identity_that_another_rank_is_still_writing_is_waited_for(
+    instances: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Till its write ends the key is not there, and a put of ours is answered "there already"."""
+    instances("a")
+    written = SharedClient.shared.pop(KEY)
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 10:
+            SharedClient.shared[KEY] = written
+
+    monkeypatch.setattr("xllm_hier.worker.store_marks.time.sleep", pause)
+    monkeypatch.setattr(SharedClient, "put", lambda self, keys, *_: [0] * len(keys))
+    assert instances("a", rank=1).state == "attached"
+    assert len(pauses) == 10
+
+
 def test_the_name_space_regex_takes_the_marks_of_one_model_along() -> None:
     for name in ("m.1", "a(b)"):
         for key in (identity_key(name, MAIN), numerics_key(name, "tp1", "any")):

@@ -102,7 +102,9 @@ class StoreMarks:
     def _settled(self, key: str, ours: ModelIdentity) -> str:
         """The identity that is in the store, `ours` if there was none."""
         note = self._note()
-        for _ in range(_TRIES):
+        for attempt in range(_TRIES):
+            if attempt > 1:  # the first look after our own put needs no pause
+                time.sleep(_PAUSE_S)
             if self._client.exist([key]) == [False]:
                 text = ours.text.encode().ljust(_TEXT_BYTES, b"\0")
                 ctypes.memmove(note, text + xxhash.xxh3_64_digest(text), NOTE_BYTES)
@@ -112,8 +114,6 @@ class StoreMarks:
                 if found is not None:
                     return found
                 self._client.remove(key)
-            else:
-                time.sleep(_PAUSE_S)
         raise IdentityUnknownError(f"{key} can neither be read nor written")
 
     # ------------------------------------------------------------------------------------------- numerics
