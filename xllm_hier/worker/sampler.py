@@ -1,5 +1,11 @@
 """Choosing tokens: greedy or drawn, each draw a function of (seed, number of the draw) and of that row's logits alone.
 
+A draw takes the token whose probability, divided by an exponential random number of its own, is the largest: that
+number is a function of (seed, draw, token), so two models that give nearly the same distribution draw mostly the same
+token. A draft model that draws with its target's numbers is accepted as often as independent rejection sampling can
+hope for up to a factor of two in the rejections, and the target's answer does not depend on what was drafted
+(https://arxiv.org/abs/2408.07978, drafter-invariant speculative decoding).
+
 Filters work on the distribution after temperature, in vLLM's order: min_p, top_k, then top_p of what is left. Log
 probabilities are of the raw distribution.
 """
@@ -18,6 +24,7 @@ from ..plans import SamplingSpec, TokenLogprob
 _FIRST_LOOK = 1024
 # Below this the most likely token is all but certain; dividing by much less leaves the numbers' range.
 _LEAST_TEMPERATURE = 1e-5
+_MASK = (1 << 64) - 1
 
 
 def sample(logits: torch.Tensor, specs: Sequence[SamplingSpec], draws: Sequence[int]) -> list[int]:
@@ -25,15 +32,31 @@ def sample(logits: torch.Tensor, specs: Sequence[SamplingSpec], draws: Sequence[
     chosen: list[int] = logits.argmax(dim=-1).tolist()  # of equal logits the lowest token id
     for row, (spec, draw) in enumerate(zip(specs, draws, strict=True)):
         if spec.temperature >= _LEAST_TEMPERATURE:
-            chosen[row] = _draw(logits[row], spec, uniform(spec.seed, draw))
+            chosen[row] = _draw(logits[row], spec, draw)
     return chosen
 
 
-def uniform(seed: int, draw: int) -> float:
-    """The number in [0, 1) that decides draw `draw` of a request with this seed; equal on every machine."""
-    seed_bytes = struct.pack("<Q", seed & 0xFFFFFFFFFFFFFFFF)
-    digest = hashlib.blake2b(seed_bytes + struct.pack("<Q", draw), digest_size=8, person=b"xllm-draw-v1")
-    return int.from_bytes(digest.digest(), "little") % (1 << 53) / (1 << 53)
+def uniform(seed: int, draw: int, token_ids: torch.Tensor) -> torch.Tensor:
+    """For each of int64 `token_ids` the number in (0, 1), fp64, of draw `draw` of a request with this seed; equal on
+    every machine and device (SplitMix64 from a digest of seed and draw)."""
+    seed_bytes = struct.pack("<Q", seed & _MASK)
+    digest = hashlib.blake2b(seed_bytes + struct.pack("<Q", draw), digest_size=8, person=b"xllm-draw-v2")
+    state = _signed(int.from_bytes(digest.digest(), "little"))
+    mixed = (token_ids + 1) * _signed(0x9E3779B97F4A7C15) + state
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ _shifted(mixed, shift)) * _signed(factor)
+    mixed = _shifted(mixed ^ _shifted(mixed, 31), 12)  # 52 bits, so that half of one is exact: never 0, never 1
+    return (mixed.double() + 0.5) * 2.0**-52
+
+
+def _signed(value: int) -> int:
+    """The int64 with the bits of a 64-bit number: torch multiplies and adds those as if they were unsigned."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _shifted(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical shift to the right, where torch's keeps the sign."""
+    return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def token_logprobs(
@@ -65,16 +88,15 @@ def token_logprobs(
     return result
 
 
-def _draw(logits: torch.Tensor, spec: SamplingSpec, number: float) -> int:
-    """The token at `number` of the cumulated filtered distribution of one row; of a row without one, argmax."""
+def _draw(logits: torch.Tensor, spec: SamplingSpec, draw: int) -> int:
+    """One token of the filtered distribution of one row; of a row without one, argmax."""
     best = logits.max()
     if spec.temperature < _LEAST_TEMPERATURE or not torch.isfinite(best):
         return int(logits.argmax())
     probabilities = ((logits.double() - best) / spec.temperature).softmax(dim=-1)
     kept, ids = _filter(probabilities, spec)
-    cumulated = kept.cumsum(dim=0)
-    place = int(torch.searchsorted(cumulated, number * cumulated[-1], right=True))
-    return int(ids[min(place, len(ids) - 1)])
+    exponential = -torch.log(uniform(spec.seed, draw, ids))
+    return int(ids[int((kept / exponential).argmax())])
 
 
 def _filter(probabilities: torch.Tensor, spec: SamplingSpec) -> tuple[torch.Tensor, torch.Tensor]:
