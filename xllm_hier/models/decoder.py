@@ -24,8 +24,9 @@ from .families import DecoderSpec
 from .linear import Linear
 from .mla import load_latent_attention
 from .parallel import TensorParallel
-from .parts import AttentionPart, Loader, Mlp, load_mlp, load_self_attention, rms_norm
+from .parts import AttentionPart, Loader, Mlp, load_mlp, load_self_attention, rms_norm, tiles_of
 from .rope import RopeTable
+from .routing import MoeSpec
 
 
 class Attention(Protocol):
@@ -68,7 +69,9 @@ class _Chunk:
 
 
 @dataclass
-class _Layer:
+class Layer:
+    """One layer's norms and parts; the two norms around the MLP only where its output is normed before it is added."""
+
     input_norm: torch.Tensor
     post_attention_norm: torch.Tensor
     attention: AttentionPart
@@ -78,17 +81,27 @@ class _Layer:
 
 
 @dataclass
+class HiddenJoin:
+    """How a multi-token prediction head begins: W [norm(embedding of a token) ; norm(hidden state before it)]."""
+
+    embedding_norm: torch.Tensor
+    hidden_norm: torch.Tensor
+    linear: Linear
+
+
+@dataclass
 class Decoder:
     """A loaded model; `prefill_unit` and `decode_unit` are what the two sections are padded to.
 
     `spec` says what this rank has of each layer; `embedding` and `head` are its share of the vocabulary. `chunk_rows`
-    bounds how many prompt rows go through a layer's row-wise part at once.
+    bounds how many prompt rows go through a layer's row-wise part at once. `join`: this is a multi-token prediction
+    head, whose rows are made of tokens and of another model's hidden states.
     """
 
     spec: DecoderSpec
     parallel: TensorParallel
     embedding: torch.Tensor
-    layers: list[_Layer]
+    layers: list[Layer]
     final_norm: torch.Tensor
     head: Linear
     head_rows: torch.Tensor  # the head's weight [share, hidden], mapped from the file: a step touches a few rows
@@ -96,26 +109,40 @@ class Decoder:
     prefill_unit: int = 1
     decode_unit: int = 1
     chunk_rows: int = 1024
+    join: HiddenJoin | None = None
     _qkv: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
     def linears(self) -> list[Linear]:
         """The layers' linears that run in the sections' tiles; the head, which only sees decode tiles, does not."""
-        return [linear for layer in self.layers for linear in (*layer.attention.linears(), *layer.mlp.linears())]
+        first = [self.join.linear] if self.join else []
+        return first + [
+            linear for layer in self.layers for linear in (*layer.attention.linears(), *layer.mlp.linears())
+        ]
 
     def grouped_linears(self) -> list[Linear]:
         """The layers' linears that pad the rows they get by themselves (experts)."""
         return [linear for layer in self.layers for linear in layer.mlp.grouped()]
 
-    def forward(self, rows: StepRows, attention: Attention, wait_for_layer: WaitForLayer) -> torch.Tensor:
+    def forward(
+        self,
+        rows: StepRows,
+        attention: Attention,
+        wait_for_layer: WaitForLayer,
+        given: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Hidden states [len(wanted), hidden] before the last norm.
 
-        `wait_for_layer(i)` is called before layer i touches the cache.
+        `wait_for_layer(i)` is called before layer i touches the cache. `given` [rows, hidden], only with a `join`: the
+        hidden state before each row's token.
         """
         spec = self.spec
         hidden = self._embed(rows.token_ids)
         if spec.embed_scale != 1.0:
             hidden = hidden * torch.tensor(spec.embed_scale, dtype=hidden.dtype)
         chunks = [_Chunk(part, prefill, hidden[part], count) for part, prefill, count in self._parts(rows)]
+        if self.join is not None and given is not None:
+            for chunk in chunks:
+                chunk.hidden = self._joined(self.join, chunk, given[chunk.rows])
         angles = {kind: table.at(rows.positions) for kind, table in self.ropes.items()}
         qkv = self._buffer(len(rows.token_ids))
         q, k, v = torch.split(qkv, [spec.heads, spec.kv_heads, spec.value_heads], dim=1)
@@ -140,7 +167,7 @@ class Decoder:
         """
         count = len(hidden)
         padded = F.pad(hidden, (0, 0, 0, -count % self.decode_unit))
-        normed = self._norm(padded, self.final_norm)
+        normed = self.normed(padded)
         logits = self.head(normed, self.head.decode)[:count].float()
         if self.head_rows.dtype is not torch.float32:
             self._sharpen(logits, normed)
@@ -167,9 +194,17 @@ class Decoder:
         for row, ids in enumerate(logits.topk(min(_SHARP_TOKENS, logits.shape[1])).indices):
             logits[row, ids] = torch.mv(self.head_rows[ids].float(), normed[row].float())
 
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final hidden states as the head, and a multi-token prediction head, take them."""
+        return self._norm(hidden, self.final_norm)
+
     # --------------------------------------------------------------------------------------- row-wise parts
 
-    def _finish(self, layer: _Layer, chunk: _Chunk, attended: torch.Tensor) -> torch.Tensor:
+    def _joined(self, join: HiddenJoin, chunk: _Chunk, given: torch.Tensor) -> torch.Tensor:
+        parts = [self._norm(chunk.hidden, join.embedding_norm), self._norm(given, join.hidden_norm)]
+        return join.linear(torch.cat(parts, dim=1), tiles_of(join.linear, chunk.prefill))
+
+    def _finish(self, layer: Layer, chunk: _Chunk, attended: torch.Tensor) -> torch.Tensor:
         """Everything after attention; the sums with the residual run inside the linears unless a norm lies between."""
         hidden = chunk.hidden
         if layer.before_mlp_norm is None or layer.after_mlp_norm is None:
@@ -244,7 +279,7 @@ def load_decoder(loader: Loader, ropes: dict[str | None, RopeTable]) -> Decoder:
     """
     spec, checkpoint, dtype, device = loader.spec, loader.checkpoint, loader.dtype, loader.device
     parallel = loader.parallel
-    layers = [_load_layer(loader, number) for number in range(spec.layers)]
+    layers = [load_layer(loader, f"model.layers.{number}.", spec.experts[number]) for number in range(spec.layers)]
     name, shape, share = "model.embed_tokens.weight", (spec.vocab, spec.hidden), parallel.vocab_part(spec.vocab)
     head_name = name if spec.tied else "lm_head.weight"
     head_weight = checkpoint.tensor(head_name, shape, dtype, rows=share).to(device)
@@ -266,10 +301,10 @@ def load_decoder(loader: Loader, ropes: dict[str | None, RopeTable]) -> Decoder:
     )
 
 
-def _load_layer(loader: Loader, number: int) -> _Layer:
-    prefix, post_norms, latent = f"model.layers.{number}.", loader.spec.post_norms, loader.spec.latent
-    experts = loader.spec.experts[number]
-    return _Layer(
+def load_layer(loader: Loader, prefix: str, experts: MoeSpec | None) -> Layer:
+    """The layer whose tensors begin with `prefix`. Raises ConfigError as `load_decoder`."""
+    post_norms, latent = loader.spec.post_norms, loader.spec.latent
+    return Layer(
         input_norm=loader.norm(f"{prefix}input_layernorm.weight"),
         post_attention_norm=loader.norm(f"{prefix}post_attention_layernorm.weight"),
         attention=load_latent_attention(loader, prefix, latent) if latent else load_self_attention(loader, prefix),

@@ -110,6 +110,13 @@ class TensorParallel:
         dist.all_gather(parts, padded)
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
 
+    def from_first(self, values: list[int], device: torch.device | None = None) -> list[int]:
+        """Rank 0's values, on all ranks; the others' count only by their number."""
+        if self.size == 1:
+            return values
+        shared = torch.tensor(values if self.rank == 0 else [0] * len(values), dtype=torch.int64, device=device)
+        return [int(value) for value in self.sum(shared)]
+
     def agree(self, value: int, *, largest: bool = False, device: torch.device | None = None) -> int:
         """The smallest (or largest) of the ranks' values, on all of them."""
         if self.size == 1:

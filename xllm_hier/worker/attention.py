@@ -93,6 +93,7 @@ class PagedAttention:
     `windows[i]` is layer i's sliding window in tokens (a row sees itself and window - 1 before), None = all.
     `tiles` are the query tile sizes found to give equal bits, ascending, each a multiple of the one before.
     `batch_invariant` says whether equal bits for every chunking and batch were found, or are known, for this device.
+    Positions before `first_position` hold nothing: no row attends to them, and none may be computed there.
     """
 
     kernel = "gather"
@@ -109,7 +110,9 @@ class PagedAttention:
         block_size: int,
         windows: Sequence[int | None],
         tiles: tuple[int, ...],
+        first_position: int = 0,
     ) -> None:
+        self.first_position = first_position
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.dtype, self.device, self.block_size = dtype, device, block_size
         self.windows, self.tiles = tuple(windows), tiles
@@ -217,14 +220,13 @@ class PagedAttention:
     def _prefill_work(self, span: Span, window: int | None) -> _Work:
         # With a window the first key moves with the tile, and with it the order of sums: one size only.
         tiles = query_tiles(span.start, span.stop, self.tiles if window is None else self.tiles[:1])
-        first = _first_key(tiles[0][0], window)
-        gather, base = self._gather(span, first, span.stop)
+        gather, base = self._gather(span, self._first_key(tiles[0][0], window), span.stop)
         end = tiles[-1][0] + tiles[-1][1]
         padding = [rows[span.stop - base : end - base] for rows in self._workspaces] if end > span.stop else []
         queries = []
         for start, size in tiles:
             rows = slice(*(span.row + min(max(at, span.start), span.stop) - span.start for at in (start, start + size)))
-            key_start = _first_key(start, window)
+            key_start = self._first_key(start, window)
             keys, values = self._context(key_start - base, start + size - base)
             mask = self._mask(window, key_start - start, size)
             last = min(start + size, span.stop) - 1
@@ -232,13 +234,16 @@ class PagedAttention:
         return _Work(gather, padding, queries, span.wanted_from)
 
     def _decode_work(self, span: Span, window: int | None) -> _Work:
-        gather, base = self._gather(span, _first_key(span.start, window), span.stop)
+        gather, base = self._gather(span, self._first_key(span.start, window), span.stop)
         queries = []
         for position in range(span.start, span.stop):
             row = span.row + position - span.start
-            keys, values = self._context(_first_key(position, window) - base, position + 1 - base)
+            keys, values = self._context(self._first_key(position, window) - base, position + 1 - base)
             queries.append(_Queries(slice(row, row + 1), 0, 1, position, keys, values, None))
         return _Work(gather, [], queries, span.wanted_from)
+
+    def _first_key(self, position: int, window: int | None) -> int:
+        return max(self.first_position, 0 if window is None else position - window + 1)
 
     def _gather(self, span: Span, first: int, stop: int) -> tuple[_Gather, int]:
         """The copy of the blocks that hold positions `first .. stop`, and the position of workspace row 0."""
@@ -255,7 +260,7 @@ class PagedAttention:
         return context[0], context[-1]
 
     def _mask(self, window: int | None, first: int, size: int) -> torch.Tensor:
-        """Mask [size, keys] of a tile whose keys begin `first` <= 0 tokens from its first row."""
+        """Mask [size, keys] of a tile whose keys begin `first` tokens from its first row, mostly before it."""
         band = self._bands[window]
         return band.mask[:size, band.before + first : band.before + size]
 
@@ -309,10 +314,6 @@ def query_tiles(start: int, stop: int, sizes: tuple[int, ...]) -> list[tuple[int
         tiles.append((at, size))
         at += size
     return tiles
-
-
-def _first_key(position: int, window: int | None) -> int:
-    return 0 if window is None else max(0, position - window + 1)
 
 
 # ------------------------------------------------------------------------------------------- load-time check

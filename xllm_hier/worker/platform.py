@@ -139,23 +139,38 @@ class Platform:
         dtype: torch.dtype,
         block_size: int,
         windows: Sequence[int | None],
+        first_position: int = 0,
     ) -> PagedAttention:
-        """The attention for these shapes: the device's kernel where a trial finds it right, else gathering."""
+        """The attention for these shapes: the device's kernel where a trial finds it right, else gathering.
+
+        Kernels know no `first_position`.
+        """
         sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
         sizes |= {"dtype": dtype, "device": self.device}
         more: dict[str, Any] = {"block_size": block_size, "windows": windows}
-        if self.name == "cpu":
-            return PagedAttention(**sizes, **more, tiles=find_query_tiles(**sizes))
+        if self.name == "cpu" or first_position:
+            more |= {"tiles": find_query_tiles(**sizes), "first_position": first_position}
+            attention = PagedAttention(**sizes, **more)
+            attention.batch_invariant = self.name == "cpu"
+            return attention
         return choose_attention(CudaAttention if self.name == "cuda" else NpuAttention, **sizes, **more)
 
     def latent_attention(
-        self, *, heads: int, width: int, dtype: torch.dtype, block_size: int, windows: Sequence[int | None]
+        self,
+        *,
+        heads: int,
+        width: int,
+        dtype: torch.dtype,
+        block_size: int,
+        windows: Sequence[int | None],
+        first_position: int = 0,
     ) -> LatentAttention:
         """The attention over latents of `width` columns: gathering on every device, with equal bits found on cpu."""
         sizes: dict[str, Any] = {"heads": heads, "kv_heads": 1, "head_dim": width}
         sizes |= {"dtype": dtype, "device": self.device}
         tiles = find_query_tiles(LatentAttention, **sizes)
-        attention = LatentAttention(**sizes, block_size=block_size, windows=windows, tiles=tiles)
+        more: dict[str, Any] = {"block_size": block_size, "windows": windows, "first_position": first_position}
+        attention = LatentAttention(**sizes, **more, tiles=tiles)
         attention.batch_invariant = self.name == "cpu"
         return attention
 
