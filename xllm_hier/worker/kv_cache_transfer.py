@@ -229,7 +229,7 @@ class HierarchyKVCacheTransfer:
     # ------------------------------------------------------------------------------------------ H2D (load)
 
     def load_from_host(self, plan: TransferBlocks) -> int:
-        """Register a layered load and start it; returns the blocks scheduled, without waiting for any copy.
+        """Register a layered load and start it; returns the logical blocks scheduled, without waiting for any copy.
 
         Raises:
             InvariantError: the batch id is alive.
@@ -256,7 +256,7 @@ class HierarchyKVCacheTransfer:
             load = Load(copies)
         with self._lock:
             self._loads[plan.batch_id] = load
-        return sum(len(mapping.device) for _, mapping in parts)
+        return sum(len(mapping.device) for mapping in plan.target_mappings)
 
     def _start_proof(self, batch_id: int, parts: list[Part]) -> Future[str | None] | None:
         """Verify the host blocks of a load beside its copies; those that all ranks map are rank 0's to verify."""

@@ -133,10 +133,10 @@ class TorchCopier:
             synchronizer.abort(f"{type(error).__name__}: {error}")
 
     def load_layers(self, domain: CacheDomain, mapping: BlockMapping, layers: range) -> None:
-        """Host blocks to device blocks for `layers` of one domain, now."""
+        """Host blocks to device blocks for `layers` of one domain, those of them that it has, now."""
         cache = domain.caches[BlockType(mapping.block_type)]
         source, target = _indices(mapping.host), _indices(mapping.device)
-        for layer in layers:
+        for layer in range(layers.start, min(layers.stop, len(cache.device))):
             device = cache.device[layer]
             pieces = cache.host_piece(layer).index_select(0, source).to(device.device)
             device.index_copy_(0, target.to(device.device), pieces)
