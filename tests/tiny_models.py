@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
@@ -145,6 +148,53 @@ def make(folder: Path, family: str, dtype: torch.dtype = torch.float32, *, seed:
     return folder
 
 
+def add_head(folder: Path, *, qwen_names: bool = False, seed: int = 1) -> Path:
+    """Give a saved model a multi-token prediction head: one more layer like its last, and what joins both inputs."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    config = json.loads((folder / "config.json").read_text())
+    number = config["num_hidden_layers"]
+    last, behind = f"model.layers.{number - 1}.", f"model.layers.{number}."
+    layer = "mtp.layers.0." if qwen_names else behind
+    names = ("mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
+    if not qwen_names:
+        names = tuple(behind + name for name in ("eh_proj", "enorm", "hnorm", "shared_head.norm"))
+    hidden = config["hidden_size"]
+    shapes = {f"{layer}{name.removeprefix(last)}": tensor.shape for name, tensor in tensors.items() if last in name}
+    shapes |= {f"{names[0]}.weight": torch.Size((hidden, 2 * hidden))}
+    shapes |= {f"{name}.weight": torch.Size((hidden,)) for name in names[1:]}
+    generator = torch.Generator().manual_seed(seed)
+    dtype = next(iter(tensors.values())).dtype
+    for name, shape in shapes.items():
+        wide, centre = (0.3, 1.0) if len(shape) == 1 else (shape[-1] ** -0.5, 0.0)
+        tensors[name] = (torch.randn(shape, generator=generator) * wide + centre).to(dtype)
+    save_file(tensors, path, {"format": "pt"})
+    return folder
+
+
+def first_layers(folder: Path, target: Path, count: int) -> Path:
+    """A draft model of the first layers of a saved one."""
+    shutil.copytree(folder, target)
+    config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": count}
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][:count]
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def blurred(folder: Path, target: Path, noise: float) -> Path:
+    """A draft model that is right now and then: a saved one with noise of that share in its weights."""
+    shutil.copytree(folder, target)
+    path = target / "model.safetensors"
+    generator = torch.Generator().manual_seed(3)
+    tensors = {
+        name: tensor + (torch.randn(tensor.shape, generator=generator) * tensor.float().std() * noise).to(tensor.dtype)
+        for name, tensor in load_file(path).items()
+    }
+    save_file(tensors, path, {"format": "pt"})
+    return target
+
+
 class Driver:
     """A runner with a cache of its own, driven by hand; every slot of the cache starts as NaN."""
 
@@ -157,13 +207,24 @@ class Driver:
         parallel: TensorParallel | None = None,
         **settings: Any,
     ) -> None:
-        config = EngineConfig(model=str(folder), block_size=block_size, **{"num_threads": 2, **settings})
-        self.runner = ModelRunner(config, progress=False, parallel=parallel)
+        self.config = EngineConfig(model=str(folder), block_size=block_size, **{"num_threads": 2, **settings})
+        self.runner = ModelRunner(self.config, progress=False, parallel=parallel)
         self.block_size = block_size
-        layout = self.runner.layout.blocks[0]
-        shape = (num_blocks, len(layout.tensors), *layout.tensors[0].shape)
-        self.caches = [torch.full(shape, float("nan"), dtype=self.runner.dtype) for _ in layout.layers]
-        self.runner.bind_cache(self.caches)
+        self.num_blocks = num_blocks
+        self.caches = self._new_caches(self.runner)
+        self.draft_caches: list[torch.Tensor] = []
+        self.plan = Forward(0, [], [], [])
+
+    def _new_caches(self, runner: ModelRunner) -> list[torch.Tensor]:
+        layout = runner.layout.blocks[0]
+        shape = (self.num_blocks, len(layout.tensors), *layout.tensors[0].shape)
+        caches = [torch.full(shape, float("nan"), dtype=runner.dtype) for _ in layout.layers]
+        runner.bind_cache(caches)
+        return caches
+
+    def bind_draft(self, runner: ModelRunner) -> None:
+        """Give a draft model of this target caches of its own, of as many blocks."""
+        self.draft_caches = self._new_caches(runner)
 
     def step(
         self,
@@ -171,7 +232,8 @@ class Driver:
         decode: Sequence[DecodeSequence] = (),
         wait_for_layer: Callable[[int], None] = lambda layer: None,
     ) -> ModelOutput:
-        return self.runner.forward(Forward(0, [], list(prefill), list(decode)), wait_for_layer)
+        self.plan = Forward(0, [], list(prefill), list(decode))
+        return self.runner.forward(self.plan, wait_for_layer)
 
     @property
     def logits(self) -> torch.Tensor:

@@ -186,11 +186,13 @@ class EngineConfig:
         0, ENGINE, "draft tokens verified per step and sequence; 0 = no speculation", unit="tokens", low=0, high=31
     )
     speculative_algorithm: str = _setting(
-        "ngram",
+        "mtp",
         ENGINE,
-        "where drafts come from: ngram = what followed the last tokens where they stood before",
-        choices=("ngram",),
+        "where drafts come from: ngram = what followed the last tokens where they stood before, draft_model = a "
+        "smaller model, mtp = the checkpoint's own multi-token prediction head",
+        choices=("ngram", "draft_model", "mtp"),
     )
+    draft_model: str = _setting("", ENGINE, "folder of the draft model; its tokenizer must be the model's")
     prefill_tile_rows: int = _setting(
         0,
         ENGINE,
@@ -232,6 +234,7 @@ class EngineConfig:
             raise ConfigError(
                 "host_blocks_factor", self.host_blocks_factor, "above 1.0 with --enable_kvcache_store=true"
             )
+        self._check_speculation()
         if self.block_size and self.prefill_tile_rows % self.block_size:
             raise ConfigError(
                 "prefill_tile_rows", self.prefill_tile_rows, f"a multiple of block_size {self.block_size}"
@@ -241,6 +244,16 @@ class EngineConfig:
             if self.store_client_address:
                 _check_address("store_client_address", self.store_client_address)
             self._check_master()
+
+    def _check_speculation(self) -> None:
+        if self.draft_model and not (self.num_speculative_tokens and self.speculative_algorithm == "draft_model"):
+            raise ConfigError(
+                "draft_model",
+                self.draft_model,
+                "only with --speculative_algorithm=draft_model and --num_speculative_tokens of at least 1",
+            )
+        if self.num_speculative_tokens and self.speculative_algorithm == "draft_model" and not self.draft_model:
+            raise ConfigError("draft_model", "", "a folder, as --speculative_algorithm=draft_model needs one")
 
     def _check_master(self) -> None:
         address = self.store_master_server_address
@@ -263,6 +276,11 @@ class EngineConfig:
     @property
     def host_cache_enabled(self) -> bool:
         return self.enable_prefix_cache and self.host_blocks_factor > 1.0
+
+    @property
+    def drafts_by_model(self) -> bool:
+        """Drafts come from a model that has caches of its own."""
+        return self.num_speculative_tokens > 0 and self.speculative_algorithm != "ngram"
 
     @property
     def embedded_store(self) -> bool:
@@ -292,11 +310,9 @@ class EngineConfig:
         Raises:
             ConfigError: with the setting at fault.
         """
-        folder = Path(self.model)
-        if not (folder / "config.json").is_file():
-            raise ConfigError("model", self.model, "a folder with config.json and *.safetensors")
-        if not any(folder.glob("*.safetensors")):
-            raise ConfigError("model", self.model, "a folder with *.safetensors (this one has none)")
+        _check_model_folder("model", self.model)
+        if self.draft_model:
+            _check_model_folder("draft_model", self.draft_model)
         if self.tokenizer and not Path(self.tokenizer).is_dir():
             raise ConfigError("tokenizer", self.tokenizer, "a folder")
         _check_device(self.device)
@@ -405,6 +421,14 @@ def _check_address(name: str, address: str, allowed: str = "host:port") -> None:
         split_address(address)
     except ValueError:
         raise ConfigError(name, address, allowed) from None
+
+
+def _check_model_folder(name: str, value: str) -> None:
+    folder = Path(value)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(name, value, "a folder with config.json and *.safetensors")
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(name, value, "a folder with *.safetensors (this one has none)")
 
 
 def _check_port_free(name: str, host: str, port: int) -> None:

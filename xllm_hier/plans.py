@@ -202,7 +202,11 @@ class PrefillSequence:
     KV is written only for positions >= `write_from`: a full hit computes its last token again without touching the
     shared block. `sampling` None: nothing is sampled (the chunk is not the prompt's last). `draw` is the index of the
     draw (number of tokens generated before). `prompt_logprobs`: as in AddRequest, for the tokens that follow each
-    position of this chunk; `next_token` is then the prompt's token after the chunk, -1 at the prompt's end.
+    position of this chunk; `next_token` is the known token after the chunk, -1 where there is none.
+
+    For a draft model with caches of its own: it lacks the positions from `draft_from` on (-1: it is left alone),
+    computes them up to and with the token after this chunk, which `block_table` then covers too (a generated one by the
+    decode path: `next_generated`), and drafts up to `num_proposals` tokens if one is sampled.
     """
 
     start: int
@@ -213,6 +217,9 @@ class PrefillSequence:
     draw: int = 0
     prompt_logprobs: int | None = None
     next_token: int = -1
+    draft_from: int = -1
+    num_proposals: int = 0
+    next_generated: bool = False
 
 
 @dataclass(frozen=True)
@@ -221,7 +228,8 @@ class DecodeSequence:
 
     More than one row: replay after preemption, or drafts (all rows' KV is written before any attends). Logits are
     sampled only if `sampling` is given, from the last row that is no draft and from each draft: draw `draw + j` from
-    the j-th of them. A draft is accepted when the token drawn before it is the draft.
+    the j-th of them. A draft is accepted when the token drawn before it is the draft. The other fields are as in
+    PrefillSequence.
     """
 
     start: int
@@ -230,6 +238,10 @@ class DecodeSequence:
     sampling: SamplingSpec | None = None
     draw: int = 0
     num_drafts: int = 0
+    write_from: int = 0
+    next_token: int = -1
+    draft_from: int = -1
+    num_proposals: int = 0
 
 
 @dataclass(frozen=True)
@@ -306,7 +318,7 @@ class PrefetchAnswer:
 
 @dataclass(frozen=True)
 class TransferAck:
-    """A load is registered; the copy runs. `num_blocks` = blocks scheduled."""
+    """A load is registered; the copy runs. `num_blocks` = logical blocks scheduled, each in all domains."""
 
     batch_id: int
     rank: int
@@ -336,7 +348,8 @@ class OffloadStored:
 class ForwardOutput:
     """Answer to a Forward: tokens of each sequence that had `sampling`, prefill sequences first, in plan order.
 
-    `num_tokens` says how many each has, one and those its accepted drafts brought; None: one each.
+    `num_tokens` says how many each has, one and those its accepted drafts brought; None: one each. `proposals` are what
+    the worker's draft model drafts behind them, one array for each of these sequences; empty without such a model.
 
     `logprobs[i]` is None where the sequence did not ask. `prompt_logprobs` holds one list per prefill sequence that
     asked. `failed_batches`: loads that this forward waited for in vain; what it computed from them is void.
@@ -355,6 +368,7 @@ class ForwardOutput:
     error: str | None = None
     view: str = ""
     num_tokens: Ints | None = None
+    proposals: list[Ints] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

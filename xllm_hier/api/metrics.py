@@ -141,6 +141,16 @@ class _EngineCollector(Collector):
             for origin, count in values.get(result, {}).items():
                 drafts.add_metric([origin, result], count)
         yield drafts
+        lengths = GaugeMetricFamily(
+            "xllm_accept_length", "tokens per step with drafts, by where the prompt came from", labels=["origin"]
+        )
+        for origin, length in values.get("accept_length", {}).items():
+            lengths.add_metric([origin], length)
+        yield lengths
+        behind = float(bool(values.get("accept_alarm")))
+        yield GaugeMetricFamily(
+            "xllm_accept_alarm", "1 when drafts behind restored prompts are right less often", behind
+        )
         alarm = float(bool(values.get("cache_alarm")))
         yield GaugeMetricFamily("xllm_cache_alarm", "1 when an audit found a wrong block: nothing is restored", alarm)
         yield from _transfers(values)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from ..block import BlockType, common_boundary
 from ..plans import PromptUsage, TransferAck, TransferBlocks
 from .block_pool import BlockPool
+from .drafts import Drafting
 from .restore_policy import RestorePolicy
 from .sequence import Sequence
 from .store_reads import ReadLimits, StoreReads
@@ -35,7 +36,8 @@ class HierarchyBlockManagerPool:
     """Device and host blocks of one instance.
 
     `num_host_blocks` 0 switches the host tier off, `store_enabled` False the store, `enable_prefix_cache` False all
-    reuse. `policy` decides what is restored; None: whatever can be.
+    reuse. `policy` decides what is restored; None: whatever can be. A draft model's blocks (`drafting`) have the
+    numbers of the target's and move with them.
     """
 
     def __init__(
@@ -50,7 +52,9 @@ class HierarchyBlockManagerPool:
         decode_kv_reuse: str = "canonical",
         limits: ReadLimits | None = None,
         policy: RestorePolicy | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
+        self.drafting = drafting or Drafting()
         self.link = link
         self.block_size = block_size
         self.device = BlockPool(num_device_blocks)
@@ -64,7 +68,14 @@ class HierarchyBlockManagerPool:
         self._planned_loads: list[_Load] = []
         self._batches: dict[int, list[_Load]] = {}
         self._failed_acks: set[int] = set()
-        self.write_back = WriteBack(link, self.device, self.host, self.new_id, store_enabled=self.store_enabled)
+        self.write_back = WriteBack(
+            link,
+            self.device,
+            self.host,
+            self.new_id,
+            store_enabled=self.store_enabled,
+            draft_domain=self.drafting.by_model,
+        )
         self.store_reads = StoreReads(
             link,
             self.device,
@@ -138,7 +149,12 @@ class HierarchyBlockManagerPool:
 
     def match(self, sequence: Sequence) -> int:
         """Tokens that `allocate` would take from device and host now; nothing is changed."""
-        return min(self._num_restorable(sequence) * self.block_size, sequence.reuse_limit)
+        return self._num_hit_tokens(sequence, self._num_restorable(sequence))
+
+    def _num_hit_tokens(self, sequence: Sequence, num_restored: int) -> int:
+        """Tokens that need not be computed with so many blocks restored."""
+        end = num_restored * self.block_size - self.drafting.needs_hidden
+        return max(0, min(end, sequence.reuse_limit))
 
     def is_being_computed(self, sequence: Sequence) -> bool:
         """The first block `sequence` misses is being computed by a running one: waiting for it costs less.
@@ -222,9 +238,9 @@ class HierarchyBlockManagerPool:
                 self.device.publish(block, sequence.hash_of(index), sequence.parent_of(index))
             sequence.device_blocks.append(block)
         self.store_reads.unmount(sequence)
-        num_hit_tokens = min(len(restored) * self.block_size, sequence.reuse_limit) if restored else 0
+        num_hit_tokens = self._num_hit_tokens(sequence, len(restored))
         sequence.num_computed = num_hit_tokens
-        sequence.write_from = len(restored) * self.block_size
+        sequence.write_from = sequence.draft_from = len(restored) * self.block_size
         sequence.num_published = len(restored)
         sequence.probed = True
         self._account(sequence, restored, num_hit_tokens)
@@ -247,7 +263,7 @@ class HierarchyBlockManagerPool:
             return
         paid = {"device": 0, "host": 0, "store": 0}
         for index, (device, _) in enumerate(restored):
-            tokens = min(self.block_size, num_hit_tokens - index * self.block_size)
+            tokens = max(0, min(self.block_size, num_hit_tokens - index * self.block_size))
             tier = "device" if device is not None else "store" if index in sequence.from_store else "host"
             paid[tier] += tokens
         computed = sequence.prompt_length - num_hit_tokens
@@ -283,8 +299,8 @@ class HierarchyBlockManagerPool:
         batch_id, loads = self.new_id(), self._planned_loads
         self._planned_loads = []
         self._batches[batch_id] = loads
-        mapping = block_mapping((load.device, load.host, load.block_hash) for load in loads)
-        self.link.broadcast(TransferBlocks(batch_id, [mapping]))
+        target = [block_mapping((load.device, load.host, load.block_hash) for load in loads)]
+        self.link.broadcast(TransferBlocks(batch_id, target, target if self.drafting.by_model else []))
         return [batch_id]
 
     def on_transfer_ack(self, ack: TransferAck) -> None:
@@ -368,8 +384,8 @@ class HierarchyBlockManagerPool:
         if first == end:
             return False
         sequence.num_published = first
-        sequence.num_computed = first * self.block_size
-        sequence.write_from = first * self.block_size
+        sequence.num_computed = max(0, first * self.block_size - self.drafting.needs_hidden)
+        sequence.write_from = sequence.draft_from = first * self.block_size
         sequence.canonical_end = end * self.block_size
         for index in range(first, end):
             self._filling.setdefault(sequence.hash_of(index), sequence)

@@ -37,6 +37,7 @@ from ..plans import (
 from ..wire import Channel, Deadline
 from .audit import Auditor
 from .block_manager import HierarchyBlockManagerPool
+from .drafts import Drafting
 from .remote_worker import POLL_S, RemoteWorkers
 from .restore_policy import RestorePolicy
 from .scheduler import Scheduler, Step
@@ -91,6 +92,7 @@ class EngineCore:
                 config.worker_timeout_s,
             ),
             policy=RestorePolicy(self.block_size, measured=config.restore_policy == "measured"),
+            drafting=_drafting(config.num_speculative_tokens, first.details.get("draft")),
         )
         self.scheduler = Scheduler(
             self.manager,
@@ -98,7 +100,6 @@ class EngineCore:
             max_seqs=config.max_seqs_per_batch,
             chunk_tokens=config.chunk_tokens,
             auditor=Auditor(self.manager, config.audit_rate, experts=bool(first.details.get("experts"))),
-            num_drafts=config.num_speculative_tokens,
         )
         self._exact = bool(first.details.get("batch_invariant")) and config.decode_kv_reuse != "as_is"
         self.max_model_len = min(first.max_model_len, num_device_blocks * self.block_size)
@@ -436,11 +437,18 @@ class EngineCore:
             "audits": scheduler.auditor.results,
             "drafted": scheduler.drafts.drafted,
             "accepted": scheduler.drafts.accepted,
+            "accept_length": scheduler.drafts.accept_length,
+            "accept_alarm": scheduler.drafts.alarm,
             "cache_alarm": scheduler.auditor.alarm,
             "failed_offloads": manager.write_back.num_failed,
             "uptime_s": time.monotonic() - self._started,
         }
         self._answer(call, stats)
+
+
+def _drafting(num_tokens: int, draft: dict[str, Any] | None) -> Drafting:
+    """`draft` is what a worker tells of its draft model, None without one."""
+    return Drafting(num_tokens, draft is not None, bool(draft and draft["needs_hidden"]))
 
 
 _STATE_ORDER = ("detached", "attached", "degraded", "open")  # from no worry to most

@@ -1,16 +1,21 @@
-"""Draft tokens by prompt lookup: what followed the last few tokens where they stood before, as n-gram speculation does.
+"""Drafts as the engine sees them: who makes them, those it makes itself, and how many were right.
 
-No model and no KV: repetitive texts (code being edited, documents being quoted, lists) are guessed for nothing, and a
-wrong guess costs a row of one step (https://github.com/apoorvumang/prompt-lookup-decoding).
+Prompt lookup drafts what followed the last few tokens where they stood before. No model and no KV: repetitive texts
+(code being edited, documents being quoted, lists) are guessed for nothing, and a wrong guess costs a row of one step
+(https://github.com/apoorvumang/prompt-lookup-decoding).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 import numpy as np
 
+ORIGINS = ("cold", "device", "host", "store")
+# Fewer drafts than these say nothing; a gap must be both large and beyond chance.
+_ENOUGH, _GAP, _DEVIATIONS = 300, 0.2, 4.0
 LONGEST, SHORTEST = 4, 2  # tokens that must be equal; fewer are found by chance too often
 _LOOK_BACK = 32768
 
@@ -32,13 +37,62 @@ def lookup(tokens: Tokens[int], num_drafts: int) -> list[int]:
     return []
 
 
+@dataclass(frozen=True)
+class Drafting:
+    """Up to `num_tokens` drafts per step and sequence; by a model of the workers with caches of its own (`by_model`),
+    else by lookup.
+
+    `needs_hidden`: that model takes the target's hidden state of the token before, which no cache holds: so the last
+    token of a restored prefix is computed again.
+    """
+
+    num_tokens: int = 0
+    by_model: bool = False
+    needs_hidden: bool = False
+
+    @property
+    def ahead(self) -> int:
+        """Tokens beyond those of a step for which a sequence needs a block: the newest one, for the draft model."""
+        return int(self.by_model)
+
+
+def _zeros() -> dict[str, int]:
+    return dict.fromkeys(ORIGINS, 0)
+
+
 @dataclass
 class DraftCounts:
-    """Drafted and accepted tokens by where a request's prompt came from: cold, or the tier that paid for most of it."""
+    """Drafted and accepted tokens, and the steps with drafts, by where a request's prompt came from: cold, or the tier
+    that paid for most of it."""
 
-    drafted: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("cold", "device", "host", "store"), 0))
-    accepted: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("cold", "device", "host", "store"), 0))
+    drafted: dict[str, int] = field(default_factory=_zeros)
+    accepted: dict[str, int] = field(default_factory=_zeros)
+    steps: dict[str, int] = field(default_factory=_zeros)
 
     def add(self, origin: str, drafted: int, accepted: int) -> None:
+        self.steps[origin] += 1
         self.drafted[origin] += drafted
         self.accepted[origin] += accepted
+
+    @property
+    def accept_length(self) -> dict[str, float]:
+        """Tokens per step with drafts, by origin; origins without such steps are left out."""
+        return {origin: 1.0 + self.accepted[origin] / steps for origin, steps in self.steps.items() if steps}
+
+    @property
+    def alarm(self) -> bool:
+        """Drafts behind a restored prompt are right less often than behind a computed one, beyond chance: what was
+        restored for the draft model may not be what was stored."""
+        if self.drafted["cold"] < _ENOUGH:
+            return False
+        cold = self.accepted["cold"] / self.drafted["cold"]
+        for origin in ORIGINS[1:]:
+            drafted = self.drafted[origin]
+            if drafted < _ENOUGH:
+                continue
+            warm = self.accepted[origin] / drafted
+            both = (self.accepted["cold"] + self.accepted[origin]) / (self.drafted["cold"] + drafted)
+            deviation = math.sqrt(both * (1.0 - both) * (1.0 / self.drafted["cold"] + 1.0 / drafted))
+            if cold - warm > max(_GAP * cold, _DEVIATIONS * deviation):
+                return True
+        return False

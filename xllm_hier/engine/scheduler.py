@@ -11,6 +11,7 @@ import bisect
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..plans import (
     AddRequest,
@@ -48,8 +49,8 @@ class Step:
 class Scheduler:
     """Queues of one instance; used by one thread.
 
-    `max_seqs` sequences and `max_tokens` tokens per step, at most `chunk_tokens` of one prompt per step, and up to
-    `num_drafts` draft tokens for each sequence that generates.
+    `max_seqs` sequences and `max_tokens` tokens per step, at most `chunk_tokens` of one prompt per step, and drafts as
+    the `manager` has it.
     """
 
     def __init__(
@@ -60,14 +61,13 @@ class Scheduler:
         max_seqs: int,
         chunk_tokens: int,
         auditor: Auditor | None = None,
-        num_drafts: int = 0,
     ) -> None:
         self.manager = manager
         self.auditor = auditor or Auditor(manager)
-        self.num_drafts = num_drafts
+        self.drafting = manager.drafting
         self._distrusted = False
         self.drafts = DraftCounts()
-        self.propose: Callable[[Sequence, int], list[int]] = lambda sequence, most: lookup(sequence.tokens, most)
+        self.propose: Callable[[Sequence, int], list[int]] = self._proposed
         self.max_tokens = max_tokens
         self.max_seqs = max_seqs
         self.chunk_tokens = chunk_tokens
@@ -179,7 +179,7 @@ class Scheduler:
             count = counts[sequence]
             if sequence.state is not SequenceState.RUNNING or not count:
                 continue  # preempted for one before it in this very loop, or beyond the budget
-            while not self.manager.allocate(sequence, sequence.num_computed + count):
+            while not self.manager.allocate(sequence, sequence.num_computed + count + self.drafting.ahead):
                 if not self._make_room(sequence, step):
                     count = 0
                     break
@@ -195,11 +195,25 @@ class Scheduler:
         start, request = sequence.num_computed, sequence.request
         if sequence.in_prefill or start + count < len(sequence.tokens):
             return []
-        limit = min(self.num_drafts, budget, request.max_tokens - sequence.num_generated - 1)
+        limit = min(self.drafting.num_tokens, budget, request.max_tokens - sequence.num_generated - 1)
         drafts = self.propose(sequence, limit)
-        if drafts and not self.manager.allocate(sequence, start + count + len(drafts)):
+        if drafts and not self.manager.allocate(sequence, start + count + len(drafts) + self.drafting.ahead):
             return []
         return drafts
+
+    def _proposed(self, sequence: Sequence, most: int) -> list[int]:
+        return sequence.drafts[: max(0, most)] if self.drafting.by_model else lookup(sequence.tokens, most)
+
+    def _num_proposals(self, sequence: Sequence, end: int) -> int:
+        """Drafts to ask the draft model for behind a step over tokens up to `end`, drafts included; with blocks for
+        them if there are any, without which it makes fewer."""
+        request, most = sequence.request, self.drafting.num_tokens
+        most = min(most, request.max_tokens - sequence.num_generated - 2)
+        if not self.drafting.by_model or most <= 0:
+            return 0
+        last = sequence.prompt_length + request.max_tokens
+        self.manager.allocate(sequence, min(end + self.drafting.ahead + most - 1, last))
+        return most
 
     def _make_room(self, sequence: Sequence, step: Step) -> bool:
         """Free device blocks for a running sequence; False when it has to sit this step out."""
@@ -252,7 +266,7 @@ class Scheduler:
             hit = self.manager.match(sequence)  # anew each time: ending a canonical one may evict what was matched
             end = sequence.prompt_length if hit < sequence.prompt_length else len(sequence.tokens)
             count = min(end - hit, budget, self.chunk_tokens)
-            if self.manager.allocate(sequence, hit + count):
+            if self.manager.allocate(sequence, hit + count + self.drafting.ahead):
                 return count
             if not self._let_go():
                 return 0
@@ -262,8 +276,12 @@ class Scheduler:
         for sequence in self.canonical[:1]:
             count = min(sequence.canonical_end - sequence.num_computed, CANONICAL_CHUNK)
             start = sequence.num_computed
-            tokens = ints(sequence.tokens[start : start + count])
-            step.plan.prefill.append(PrefillSequence(start, tokens, sequence.block_table(), sequence.write_from))
+            end = start + count
+            tokens = ints(sequence.tokens[start:end])
+            more = self._draft_fields(sequence, sequence.tokens[end] if end < sequence.canonical_end else -1)
+            step.plan.prefill.append(
+                PrefillSequence(start, tokens, sequence.block_table(), sequence.write_from, **more)
+            )
             step.prefill.append((sequence, count))
 
     def _schedule_audit(self, step: Step) -> bool:
@@ -284,23 +302,27 @@ class Scheduler:
 
     def _add(self, step: Step, sequence: Sequence, count: int, drafts: list[int] | None = None) -> None:
         start, request = sequence.num_computed, sequence.request
-        end = start + count
-        tokens = ints([*sequence.tokens[start:end], *(drafts or [])])
-        table = sequence.block_table()
+        end, drafts = start + count, drafts or []
+        tokens = ints([*sequence.tokens[start:end], *drafts])
         sampling = request.sampling if end == len(sequence.tokens) else None
+        proposals = self._num_proposals(sequence, end + len(drafts)) if sampling is not None else 0
+        table, draw, write_from = sequence.block_table(), sequence.num_generated, sequence.write_from
+        more = self._draft_fields(sequence, sequence.tokens[end] if end < len(sequence.tokens) else -1)
+        more["num_proposals"] = proposals
         if not sequence.in_prefill:
-            draw = sequence.num_generated
-            step.plan.decode.append(DecodeSequence(start, tokens, table, sampling, draw, len(drafts or [])))
+            step.plan.decode.append(
+                DecodeSequence(start, tokens, table, sampling, draw, len(drafts), write_from, **more)
+            )
             step.decode.append((sequence, count))
             return
         wants = request.prompt_logprobs if not sequence.num_generated else None
-        next_token = sequence.tokens[end] if end < sequence.prompt_length else -1
-        step.plan.prefill.append(
-            PrefillSequence(
-                start, tokens, table, sequence.write_from, sampling, sequence.num_generated, wants, next_token
-            )
-        )
+        more["next_generated"] = end >= sequence.prompt_length
+        step.plan.prefill.append(PrefillSequence(start, tokens, table, write_from, sampling, draw, wants, **more))
         step.prefill.append((sequence, count))
+
+    def _draft_fields(self, sequence: Sequence, next_token: int) -> dict[str, Any]:
+        """What a plan says of a sequence beside its tokens: the one after them, and where the draft model goes on."""
+        return {"next_token": next_token, "draft_from": sequence.draft_from if self.drafting.by_model else -1}
 
     # -------------------------------------------------------------------------------------------- results
 
@@ -311,6 +333,7 @@ class Scheduler:
             self.auditor.computed()
             return
         drawn = _by_sequence(output)
+        proposals = iter(output.proposals)
         prompt_logprobs = iter(output.prompt_logprobs)
         rows: list[tuple[PrefillSequence | DecodeSequence, tuple[Sequence, int]]] = [
             *zip(step.plan.prefill, step.prefill, strict=True),
@@ -318,12 +341,14 @@ class Scheduler:
         ]
         for row, (sequence, count) in rows:
             sampled = next(drawn) if row.sampling is not None else []
+            drafts = next(proposals, None) if row.sampling is not None else None
             wanted = isinstance(row, PrefillSequence) and row.prompt_logprobs is not None
             logprobs = next(prompt_logprobs) if wanted else None
             if bad and not bad.isdisjoint(sequence.device_blocks):
                 self._roll_back(sequence)
                 continue
             sequence.num_computed += count
+            sequence.draft_from = sequence.num_computed + 1
             self.manager.publish_computed(sequence)
             if logprobs is not None:
                 self._prompt_logprobs.setdefault(sequence, [None]).extend(logprobs)
@@ -332,6 +357,7 @@ class Scheduler:
                     self._end_canonical(sequence)
             elif sampled and not sequence.aborted:
                 self._append_all(sequence, sampled, getattr(row, "num_drafts", 0))
+                sequence.drafts = drafts.tolist() if drafts is not None else []
 
     def _append_all(self, sequence: Sequence, sampled: list[tuple[int, TokenLogprob | None]], num_drafts: int) -> None:
         """Take the tokens of a step one by one, as if each had had a step of its own: the row of an accepted draft
@@ -341,6 +367,7 @@ class Scheduler:
         for number, (token, logprob) in enumerate(sampled):
             if number:
                 sequence.num_computed += 1
+                sequence.draft_from += 1
                 self.manager.publish_computed(sequence)
             self._append(sequence, token, logprob)
             if sequence.state is not SequenceState.RUNNING:

@@ -37,6 +37,8 @@ class Sequence:
     num_computed         tokens with valid KV on the device (after the loads registered for the next forward)
     num_restored         leading blocks that were there at admission, some of them from host or store; 0 when none was
     num_published        blocks whose device metadata was offered to the prefix index
+    draft_from           first position that the draft model has no KV for; num_computed + 1 once a step has run
+    drafts               tokens that the draft model drafted behind the last one
     ===================  =========================================================================================
     """
 
@@ -54,6 +56,8 @@ class Sequence:
     num_published: int = 0
     num_restored: int = 0
     write_from: int = 0
+    draft_from: int = 0
+    drafts: list[int] = field(default_factory=list)
     probed: bool = False  # device and host prefix were joined by `allocate`; once per admission
     waits_for: bytes | None = None  # hash that another sequence is computing and this one will share
     aborted: bool = False
@@ -140,5 +144,6 @@ class Sequence:
         self.mounted.clear()
         self.host_targets.clear()
         self._table_length = 0
-        self.num_computed = self.num_published = self.num_restored = self.write_from = 0
+        self.drafts.clear()
+        self.num_computed = self.num_published = self.num_restored = self.write_from = self.draft_from = 0
         self.probed = False

@@ -60,6 +60,7 @@ class WriteBack:
 
     A block is copied once: not while the host holds it or another pair carries it. `store_works` is what the last
     answers said; a block whose write did not reach the store is written again once they are good again.
+    `draft_domain`: the draft model's block of the same number goes along.
     """
 
     def __init__(
@@ -70,7 +71,9 @@ class WriteBack:
         new_id: Callable[[], int],
         *,
         store_enabled: bool,
+        draft_domain: bool = False,
     ) -> None:
+        self._draft_domain = draft_domain
         self._link = link
         self._device = device
         self._host = host
@@ -125,8 +128,9 @@ class WriteBack:
                 continue
             transfer_id = self._new_id()
             self._offloads[transfer_id] = _Offload(chosen)
-            mapping = block_mapping((pair.device, pair.host, pair.block_hash) for pair in chosen)
-            self._link.broadcast(TransferKvBlocks(transfer_id, [mapping], put=put and self.store_enabled))
+            target = [block_mapping((pair.device, pair.host, pair.block_hash) for pair in chosen)]
+            draft = target if self._draft_domain else []
+            self._link.broadcast(TransferKvBlocks(transfer_id, target, draft, put=put and self.store_enabled))
 
     def on_copied(self, answer: OffloadCopied) -> None:
         """One rank's D2H has ended; with the last one the host prefix is published or the host blocks are released."""

@@ -22,6 +22,7 @@ from ..models.decoder import Decoder, StepRows, load_decoder
 from ..models.families import DecoderSpec, decoder_spec
 from ..models.identity import ModelIdentity, model_identity
 from ..models.linear import DECODE_TILE_COST, PREFILL_TILE_COST, Linear, can_pack, choose_tiles
+from ..models.mtp import FIRST_POSITION, head_spec, load_head
 from ..models.parallel import TensorParallel
 from ..models.parts import Loader
 from ..models.rope import RopeTable
@@ -57,8 +58,11 @@ class ModelOutput:
 
 
 class ModelRunner:
-    """The loaded model, or one rank's share of it; one instance per process, as it sets torch's thread count, on which
-    bits depend. Ranks other than 0 compute all they are asked for and return no tokens.
+    """The loaded model, or one rank's share of it; all of a process use its one thread count, on which bits depend.
+    Ranks other than 0 compute all they are asked for; they return tokens only if `everywhere`, and then rank 0's.
+
+    `head_of`: this is the multi-token prediction head in the checkpoint of that one, which stays the owner of what they
+    share. `keeps_hidden`: `hidden_of` can be asked after a step, for which all rows go through the last layer.
 
     Raises:
         ConfigError: the folder holds no model that can run as asked.
@@ -71,7 +75,11 @@ class ModelRunner:
         progress: bool = True,
         platform: Platform | None = None,
         parallel: TensorParallel | None = None,
+        role: CacheRole = CacheRole.TARGET,
+        head_of: ModelRunner | None = None,
     ) -> None:
+        self.everywhere = self.keeps_hidden = False
+        self._role = role
         self.platform = platform or Platform.choose(config)
         self.parallel = parallel or TensorParallel()
         self.device = self.platform.device
@@ -82,9 +90,11 @@ class ModelRunner:
         self.max_model_len = _max_model_len(config, self.hf_config)
         self.vocab_size = int(self.hf_config.vocab_size)
         self.eos_token_ids = _eos_token_ids(Path(config.model), self.hf_config)
-        self.last_logits = torch.empty(0)
+        self.last_logits = self._hidden = torch.empty(0)
+        self._places: list[int] = []  # where each sequence's rows begin in _hidden, with keeps_hidden
+        self._drawn: list[int] = []  # the rows of _hidden that were sampled from
         with torch.inference_mode():
-            self._model: Decoder | HfModel = self._load(config, progress)
+            self._model: Decoder | HfModel = self._load(config, progress, head_of)
             self._attention = self._make_attention()
         self.layout = self._layout()
         self.details = self._details(config)
@@ -100,10 +110,13 @@ class ModelRunner:
         self._attention.bind(layer_caches)
 
     @torch.inference_mode()
-    def forward(self, plan: Forward, wait_for_layer: Callable[[int], None]) -> ModelOutput:
+    def forward(
+        self, plan: Forward, wait_for_layer: Callable[[int], None], given: torch.Tensor | None = None
+    ) -> ModelOutput:
         """Compute one step; `wait_for_layer(i)` is called before layer i touches the cache.
 
         The logits that were sampled from stay in `last_logits` [sampled sequences, vocab], fp32, until the next step.
+        `given` [the plan's tokens, hidden] is what a multi-token prediction head takes beside them.
         """
         if not plan.prefill and not plan.decode:
             for layer in self.layout.of(BlockType.KV).layers:
@@ -113,8 +126,11 @@ class ModelRunner:
         sequences: list[PrefillSequence | DecodeSequence] = [*plan.prefill, *plan.decode]
         count = len(plan.prefill)
         self._attention.prepare(spans[:count], spans[count:], len(rows.token_ids))
-        hidden = self._model.forward(rows, self._attention, wait_for_layer)
+        hidden = self._run(rows, spans, wait_for_layer, given)
         place = {row: index for index, row in enumerate(rows.wanted.tolist())}
+        self._hidden, self._drawn = hidden, []
+        if self.keeps_hidden:
+            self._places = [place[span.row] for span in spans]
         prompt_logprobs = [
             self._prompt_logprobs(sequence, hidden[place[span.row] : place[span.row] + span.stop - span.start])
             for sequence, span in zip(plan.prefill, spans[:count], strict=True)
@@ -129,16 +145,43 @@ class ModelRunner:
             for number in range(drafts + 1)
             if sequence.sampling is not None
         ]
+        self._drawn = [index for _, _, index in asked]
         if not asked:
             return ModelOutput([], [], prompt_logprobs)
-        logits = self._model.logits(hidden[[index for _, _, index in asked]])
+        logits = self._model.logits(hidden[self._drawn])
         self.last_logits = logits
-        if self.parallel.rank != 0:
+        specs, first = [sampling for sampling, _, _ in asked], self.parallel.rank == 0
+        token_ids = sample(logits, specs, [draw for _, draw, _ in asked]) if first else [0] * len(asked)
+        if self.everywhere:
+            token_ids = self.parallel.from_first(token_ids, self.device)
+        elif not first:
             return ModelOutput([], [], [])
-        specs = [sampling for sampling, _, _ in asked]
-        token_ids = sample(logits, specs, [draw for _, draw, _ in asked])
-        logprobs = token_logprobs(logits, token_ids, [spec.num_logprobs for spec in specs])
-        return _accepted([sequence for sequence, _ in drawn], ModelOutput(token_ids, logprobs, prompt_logprobs))
+        counts = [spec.num_logprobs if first else None for spec in specs]
+        output = ModelOutput(token_ids, token_logprobs(logits, token_ids, counts), prompt_logprobs)
+        return _accepted([sequence for sequence, _ in drawn], output)
+
+    def hidden_of(self, index: int, count: int) -> torch.Tensor:
+        """Final hidden states [count, hidden], normed, of the first rows of sequence `index` of the last plan."""
+        return self._normed(self._hidden[self._places[index] :][:count])
+
+    def hidden_drawn_from(self) -> torch.Tensor:
+        """Those of the rows that the last step sampled from [sampled rows, hidden]."""
+        return self._normed(self._hidden[self._drawn])
+
+    @torch.inference_mode()
+    def _normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        assert isinstance(self._model, Decoder)
+        return self._model.normed(hidden)
+
+    def _run(
+        self, rows: StepRows, spans: list[Span], wait_for_layer: Callable[[int], None], given: torch.Tensor | None
+    ) -> torch.Tensor:
+        if given is None or not isinstance(self._model, Decoder):
+            return self._model.forward(rows, self._attention, wait_for_layer)
+        places = np.concatenate([np.arange(span.row, span.row + span.stop - span.start) for span in spans])
+        padded = given.new_zeros(len(rows.token_ids), given.shape[1])
+        padded[torch.from_numpy(places).to(self.device)] = given
+        return self._model.forward(rows, self._attention, wait_for_layer, padded)
 
     # ------------------------------------------------------------------------------------------- one step
 
@@ -148,12 +191,12 @@ class ModelRunner:
         wanted: list[range] = []
         row = 0
         for sequence in plan.prefill:
-            spans.append(_span(sequence, row, sequence.write_from, sequence.prompt_logprobs is not None))
+            spans.append(_span(sequence, row, self.keeps_hidden or sequence.prompt_logprobs is not None))
             row += len(sequence.token_ids)
         num_prefill = -(-row // self._model.prefill_unit) * self._model.prefill_unit
         prefill_padding, row = num_prefill - row, num_prefill
         for decode in plan.decode:
-            spans.append(_span(decode, row, 0, False))
+            spans.append(_span(decode, row, self.keeps_hidden))
             row += len(decode.token_ids)
         total = num_prefill - (num_prefill - row) // self._model.decode_unit * self._model.decode_unit
         token_ids, positions = np.zeros(total, np.int64), np.zeros(total, np.int64)
@@ -184,12 +227,14 @@ class ModelRunner:
 
     # ------------------------------------------------------------------------------------------- loading
 
-    def _load(self, config: EngineConfig, progress: bool) -> Decoder | HfModel:
+    def _load(self, config: EngineConfig, progress: bool, head_of: ModelRunner | None) -> Decoder | HfModel:
         spec = self._own_spec(config)
         if spec is not None:
             spec.check_tp_size(self.parallel.size)
         elif self.parallel.size > 1:
             raise ConfigError("tp_size", self.parallel.size, "1 with transformers' modelling code (--model_impl=hf)")
+        if head_of is not None and (spec is None or not isinstance(head_of._model, Decoder)):
+            raise ConfigError("speculative_algorithm", "mtp", "ngram | draft_model with transformers' modelling code")
         if spec is None:
             from ..models.hf_model import HfModel  # transformers' models take a second to import
 
@@ -201,7 +246,11 @@ class ModelRunner:
             for kind in dict.fromkeys(spec.rope_types)
         }
         with Checkpoint(config.model, progress=progress) as checkpoint:
-            model = load_decoder(Loader(spec, checkpoint, self.dtype, self.device, self.parallel), ropes)
+            if head_of is not None and isinstance(head_of._model, Decoder):
+                loader = Loader(head_spec(spec), checkpoint, self.dtype, self.device, self.parallel)
+                model = load_head(loader, head_of._model, ropes)
+            else:
+                model = load_decoder(Loader(spec, checkpoint, self.dtype, self.device, self.parallel), ropes)
         if config.batch_invariant:
             _choose_tiles(model, config.prefill_tile_rows)
         return model
@@ -221,6 +270,7 @@ class ModelRunner:
     def _make_attention(self) -> PagedAttention:
         model = self._model
         shape = model.spec if isinstance(model, Decoder) else model
+        first_position = FIRST_POSITION if isinstance(model, Decoder) and model.join else 0
         if isinstance(shape, DecoderSpec) and shape.latent:
             return self.platform.latent_attention(
                 heads=shape.heads,
@@ -228,6 +278,7 @@ class ModelRunner:
                 dtype=self.dtype,
                 block_size=self.block_size,
                 windows=shape.windows,
+                first_position=first_position,
             )
         return self.platform.attention(
             heads=shape.heads,
@@ -236,6 +287,7 @@ class ModelRunner:
             dtype=self.dtype,
             block_size=self.block_size,
             windows=shape.windows,
+            first_position=first_position,
         )
 
     def _layout(self) -> CacheLayout:
@@ -248,7 +300,7 @@ class ModelRunner:
             tensors = (TensorSpec("latent", dtype, (self.block_size, attention.head_dim)),)
         layers = tuple(range(len(attention.windows)))
         block = BlockLayout(BlockType.KV, self.block_size, layers, tensors, replicated=latent)
-        return CacheLayout(CacheRole.TARGET, (block,))
+        return CacheLayout(self._role, (block,))
 
     def _details(self, config: EngineConfig) -> dict[str, Any]:
         model = self._model
@@ -306,7 +358,8 @@ def _choose_tiles(model: Decoder, fixed_rows: int) -> None:
     prefill = {fixed_rows: 1.0} if fixed_rows else PREFILL_TILE_COST if on_cpu else {256: 1.0}
     decode = DECODE_TILE_COST if on_cpu else {32: 1.0}
     choose_tiles([*model.linears(), *model.grouped_linears()], prefill, decode)
-    choose_tiles([model.head], {max(prefill): 1.0}, decode)
+    if model.head.decode is None:  # else it is another's, which has chosen
+        choose_tiles([model.head], {max(prefill): 1.0}, decode)
     linears, device = model.linears(), model.embedding.device
     prefill_unit = max(linear.prefill.unit for linear in linears if linear.prefill)
     decode_unit = max(linear.decode.unit for linear in [*linears, model.head] if linear.decode)
@@ -317,10 +370,11 @@ def _choose_tiles(model: Decoder, fixed_rows: int) -> None:
     model.chunk_rows = max(prefill) * (4 if model.grouped_linears() else 1)
 
 
-def _span(sequence: PrefillSequence | DecodeSequence, row: int, write_from: int, all_wanted: bool) -> Span:
+def _span(sequence: PrefillSequence | DecodeSequence, row: int, all_wanted: bool) -> Span:
     start, stop = sequence.start, sequence.start + len(sequence.token_ids)
     num_drawn = _num_drafts(sequence) + 1 if sequence.sampling is not None else 0
-    return Span(start, stop, row, sequence.block_table, write_from, start if all_wanted else stop - num_drawn)
+    wanted_from = start if all_wanted else stop - num_drawn
+    return Span(start, stop, row, sequence.block_table, sequence.write_from, wanted_from)
 
 
 def _num_drafts(sequence: PrefillSequence | DecodeSequence) -> int:

@@ -44,10 +44,10 @@ class PlanDigest:
         )
 
     def _sequence(self, sequence: PrefillSequence | DecodeSequence) -> None:
-        if isinstance(sequence, PrefillSequence):
-            self._numbers(sequence.start, sequence.write_from)
-        else:
-            self._numbers(sequence.start, sequence.start, sequence.num_drafts)
+        num_drafts = sequence.num_drafts if isinstance(sequence, DecodeSequence) else 0
+        self._numbers(sequence.start, sequence.write_from, num_drafts)
+        generated = isinstance(sequence, DecodeSequence) or sequence.next_generated
+        self._numbers(sequence.next_token, generated, sequence.draft_from, sequence.num_proposals)
         self._array(sequence.token_ids)
         self._array(sequence.block_table)
 

@@ -20,7 +20,7 @@ import torch
 import zmq
 from tqdm import tqdm
 
-from ..block import BlockType, CacheRole
+from ..block import BlockType
 from ..config import EngineConfig
 from ..errors import XllmError
 from ..models.parallel import TensorParallel
@@ -29,6 +29,7 @@ from ..plans import (
     CompareBlocks,
     Forward,
     ForwardOutput,
+    Ints,
     PrefetchFromStorage,
     TransferAck,
     TransferBlocks,
@@ -48,6 +49,7 @@ from .model_runner import ModelOutput, ModelRunner
 from .mooncake_client import set_environment
 from .plan_digest import PlanDigest
 from .platform import Platform
+from .speculation import DraftModel
 from .transfer_stats import TransferStats
 
 log = logging.getLogger("xllm.worker")
@@ -74,30 +76,44 @@ class Worker:
         self.stats = TransferStats()
         self.platform = Platform.choose(config, rank)
         self.runner = ModelRunner(config, progress=rank == 0, platform=self.platform, parallel=parallel)
-        layout = self.runner.layout.of(BlockType.KV)
-        num_blocks = self.platform.num_device_blocks(config, layout.payload_bytes)
+        self.draft = DraftModel.load(config, self.runner, progress=rank == 0)
+        runners = {MAIN: self.runner} | ({self.draft.component: self.draft.runner} if self.draft else {})
+        layouts = [runner.layout.of(BlockType.KV) for runner in runners.values()]
+        self._block_bytes = sum(layout.payload_bytes for layout in layouts)
+        num_blocks = self.platform.num_device_blocks(config, self._block_bytes)
         self.num_device_blocks = parallel.agree(num_blocks, device=self.platform.device)
         host_enabled = config.host_cache_enabled
         self.num_host_blocks = int(self.num_device_blocks * config.host_blocks_factor) if host_enabled else 0
-        caches = allocate_device_cache(layout, self.num_device_blocks, self.platform.device)
-        self.runner.bind_cache(caches)
-        self._domain = domain = CacheDomain(CacheRole.TARGET, MAIN, self.runner.layout)
-        domain.caches[BlockType.KV] = BlockCache(layout, [as_bytes(cache) for cache in caches])
+        domains = [self._new_domain(component, runner) for component, runner in runners.items()]
+        self._domain = domains[0]
+        identities = {MAIN: self.runner.identity}
+        if self.draft is not None:
+            identities[self.draft.component] = self.draft.identity
         self.transfer = HierarchyKVCacheTransfer(
             config,
             rank,
             self.stats,
             self.answer,
             numerics_id=str(self.runner.details["numerics_id"]) if rank == 0 else "",  # one mark per instance
-            identities={MAIN: self.runner.identity},
+            identities=identities,
             copier=self.platform.copier(config),
             meeting=meeting,
         )
-        self.transfer.register(domain)
+        for domain in domains:
+            self.transfer.register(domain)
         self.transfer.build(self.num_host_blocks)
         self._digest = PlanDigest()
         self._doing = "nothing"
         self._receiver = threading.Thread(target=self._receive, name="plans", daemon=True)
+
+    def _new_domain(self, component: str, runner: ModelRunner) -> CacheDomain:
+        """A model's device caches, bound to it."""
+        layout = runner.layout.of(BlockType.KV)
+        caches = allocate_device_cache(layout, self.num_device_blocks, self.platform.device)
+        runner.bind_cache(caches)
+        domain = CacheDomain(runner.layout.role, component, runner.layout)
+        domain.caches[BlockType.KV] = BlockCache(layout, [as_bytes(cache) for cache in caches])
+        return domain
 
     def answer(self, message: Any) -> None:
         """Send to the engine; a socket may change threads under a lock."""
@@ -117,13 +133,14 @@ class Worker:
                 self.runner.max_model_len,
                 self.runner.vocab_size,
                 list(self.runner.eos_token_ids),
-                layout.payload_bytes,
+                self._block_bytes,
                 {
                     **self.runner.details,
                     "block_size": layout.block_size,
                     "schema_hash": layout.schema_hash,
                     "store_state": self.transfer.store_state,
                     "host_bytes": self.transfer.host_bytes,
+                    "draft": self._draft_details(),
                 },
             )
         )
@@ -134,6 +151,22 @@ class Worker:
             except queue.Empty:
                 continue
             self._execute(plan)
+
+    def _draft_details(self) -> dict[str, Any] | None:
+        """What the engine, and a reader, should know of the draft model; None: drafts need none, or there are none."""
+        if self.draft is None:
+            return None
+        runner, layout = self.draft.runner, self.draft.runner.layout.of(BlockType.KV)
+        return {
+            "component": self.draft.component,
+            "needs_hidden": self.draft.is_head,
+            "family": runner.details["family"],
+            "dtype": runner.details["dtype"],
+            "parameter_bytes": runner.details["parameter_bytes"],
+            "max_model_len": runner.max_model_len,
+            "schema_hash": layout.schema_hash,
+            "block_bytes": layout.payload_bytes,
+        }
 
     def stop(self) -> None:
         self._stop.set()
@@ -205,9 +238,10 @@ class Worker:
         waiter = LoadWaiter(loads, self.config.worker_timeout_s)
         start = time.perf_counter()
         error: str | None = None
-        output = ModelOutput([], [], [])
+        output, proposals = ModelOutput([], [], []), list[Ints]()
         try:
             output = self.runner.forward(plan, waiter)
+            proposals = self.draft.propose(plan, output) if self.draft is not None else []
         except Exception as failure:  # the step's requests fail, the instance lives on
             log.exception("step %d failed", plan.step_id)
             error = f"{type(failure).__name__}: {failure}"
@@ -225,6 +259,7 @@ class Worker:
             error,
             self._digest.view(plan, [load.batch_id for load in loads], self.parallel.calls),
             None if output.num_tokens is None else ints(output.num_tokens),
+            proposals,
         )
 
 
