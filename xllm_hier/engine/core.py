@@ -437,6 +437,7 @@ class EngineCore:
             "audits": scheduler.auditor.results,
             "drafted": scheduler.drafts.drafted,
             "accepted": scheduler.drafts.accepted,
+            "draft_steps": scheduler.drafts.steps,
             "accept_length": scheduler.drafts.accept_length,
             "accept_alarm": scheduler.drafts.alarm,
             "cache_alarm": scheduler.auditor.alarm,
