@@ -18,7 +18,10 @@ from simulation.scripts import DEADLY, FAMILIES, GENTLE, HARSH, Script, draw, fa
 from simulation.world import Settings, World
 
 from xllm_hier.engine.block_manager import HierarchyBlockManagerPool
+from xllm_hier.engine.drafts import Drafting
 from xllm_hier.engine.prefetch import PrefetchResult
+from xllm_hier.engine.scheduler import Scheduler
+from xllm_hier.engine.sequence import Sequence
 from xllm_hier.engine.write_back import WriteBack
 from xllm_hier.plans import AddRequest, Forward, RequestOutput, SamplingSpec, TransferBlocks, ints
 
@@ -49,10 +52,16 @@ def test_random_schedules_meet_what_they_are_meant_to_meet() -> None:
             met["failed loads"] += manager.num_failed_loads
             met["failed write-backs"] += manager.write_back.num_failed
             met["ends"] += world.dead is not None
+            drafted, accepted = (
+                sum(of.values()) for of in (world.scheduler.drafts.drafted, world.scheduler.drafts.accepted)
+            )
+            if world.settings.draft:
+                met["accepted"], met["rejected"] = met["accepted"] + accepted, met["rejected"] + drafted - accepted
     ends = [("length", 200), ("stop", 200), ("abort", 200), ("error", 400), ("error", 500), ("error", 503)]
     faults = {kind for kind, _ in (*GENTLE, *HARSH)} | set(DEADLY) - {"die", "silent"}
     counted = ("tokens of device", "tokens of host", "tokens of store", "preemptions", "failed loads", "ends")
-    assert not [what for what in (*map(str, ends), *faults, *counted, "failed write-backs") if not met[what]]
+    drafts = ("accepted", "rejected")
+    assert not [what for what in (*map(str, ends), *faults, *counted, "failed write-backs", *drafts) if not met[what]]
 
 
 def test_a_schedule_runs_twice_alike() -> None:
@@ -93,12 +102,44 @@ def a_copy_is_whole_when_one_rank_says_so(write_back: WriteBack, transfer_id: in
     FINISH_COPY(write_back, transfer_id, offload)
 
 
+def a_head_finds_the_hidden_state_before_a_restored_prefix_somewhere(
+    manager: HierarchyBlockManagerPool, sequence: Sequence, num_restored: int
+) -> int:
+    return max(0, min(num_restored * manager.block_size, sequence.reuse_limit))
+
+
+def a_draft_model_is_not_told_the_token_behind_a_chunk(
+    scheduler: Scheduler, sequence: Sequence, _next_token: int
+) -> dict[str, int]:
+    return DRAFT_FIELDS(scheduler, sequence, -1)
+
+
+def what_a_rejected_draft_left_is_taken_for_computed(
+    scheduler: Scheduler, sequence: Sequence, sampled: list[Any], num_drafts: int
+) -> None:
+    APPEND_ALL(scheduler, sequence, sampled, num_drafts)
+    sequence.draft_from += len(sampled) <= num_drafts
+
+
+def the_newest_token_needs_no_block(_drafting: Drafting) -> int:
+    return 0
+
+
 FINISH_STEP, FINISH_COPY = HierarchyBlockManagerPool.finish_step, WriteBack._finish_copy
-PLANTED: dict[Callable[..., Any], tuple[type, str]] = {
-    a_hit_needs_the_word_of_one_rank_only: (PrefetchResult, "is_hit"),
-    a_read_that_may_still_write_is_over: (PrefetchResult, "is_unknown"),
-    a_failed_load_is_as_good_as_another: (HierarchyBlockManagerPool, "finish_step"),
-    a_copy_is_whole_when_one_rank_says_so: (WriteBack, "_finish_copy"),
+DRAFT_FIELDS, APPEND_ALL = Scheduler._draft_fields, Scheduler._append_all
+PLANTED: dict[Callable[..., Any], tuple[str, type, str]] = {
+    a_hit_needs_the_word_of_one_rank_only: ("faults", PrefetchResult, "is_hit"),
+    a_read_that_may_still_write_is_over: ("faults", PrefetchResult, "is_unknown"),
+    a_failed_load_is_as_good_as_another: ("faults", HierarchyBlockManagerPool, "finish_step"),
+    a_copy_is_whole_when_one_rank_says_so: ("faults", WriteBack, "_finish_copy"),
+    a_head_finds_the_hidden_state_before_a_restored_prefix_somewhere: (
+        "draft head",
+        HierarchyBlockManagerPool,
+        "_num_hit_tokens",
+    ),
+    a_draft_model_is_not_told_the_token_behind_a_chunk: ("draft model", Scheduler, "_draft_fields"),
+    what_a_rejected_draft_left_is_taken_for_computed: ("draft model", Scheduler, "_append_all"),
+    the_newest_token_needs_no_block: ("draft head", Drafting, "ahead"),
 }
 
 
@@ -106,8 +147,9 @@ PLANTED: dict[Callable[..., Any], tuple[type, str]] = {
 def test_a_planted_bug_is_found_and_its_script_shrunk_to_a_few_events(
     bug: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(*PLANTED[bug], bug)
-    found = next(script for seed in range(400) if failure_of(script := draw("faults", seed)) is not None)
+    family, owner, name = PLANTED[bug]
+    monkeypatch.setattr(owner, name, property(bug) if isinstance(getattr(owner, name), property) else bug)
+    found = next(script for seed in range(400) if failure_of(script := draw(family, seed)) is not None)
     small = shrink(found, lambda other: failure_of(other) is not None)
     assert failure_of(small) is not None and len(small.events) <= 8 < len(found.events), small
     assert all(

@@ -17,7 +17,10 @@ from typing import TYPE_CHECKING, Any
 from xllm_hier.engine.block_pool import BlockPool, BlockState
 from xllm_hier.engine.sequence import Sequence
 
+from .contents import is_right
+
 if TYPE_CHECKING:
+    from .ranks import Domain
     from .world import World
 
 
@@ -91,19 +94,28 @@ def check_holders(world: World) -> None:
 
 def check_contents(world: World) -> None:
     """Every block that can be found holds, on every rank, what its hash says, but for loads not waited for."""
-    manager, contents = world.manager, world.contents
+    manager = world.manager
     loading = {load.device for loads in (manager._planned_loads, *manager._batches.values()) for load in loads}
     for rank in world.ranks.ranks:
-        for name, block in manager.device._index.items():
-            if block not in loading and tuple(rank.device[block]) != contents.of(name, rank.number):
-                raise AssertionError(f"rank {rank.number} has something else in device block {block}")
-        if world.ranks.owner(rank.number) is not rank:
-            continue
-        for name, block in manager.host._index.items():
-            held = rank.host[block]
-            good = held is not None and held.name == name and held.values == contents.of(name, rank.number)
-            if not good and block not in rank.spoilt:
-                raise AssertionError(f"rank {rank.number} has something else in host block {block}: {held}")
+        for domain in rank.domains.values():
+            check_device(world, rank.number, domain, loading)
+        for domain in rank.kept:
+            check_host(world, rank.number, domain)
+
+
+def check_device(world: World, rank: int, domain: Domain, loading: set[int]) -> None:
+    for name, block in world.manager.device._index.items():
+        if block not in loading and not is_right(domain.device[block], world.contents.of(name, rank, domain.role)):
+            raise AssertionError(f"rank {rank} has something else in {domain.role} device block {block}")
+
+
+def check_host(world: World, rank: int, domain: Domain) -> None:
+    for name, block in world.manager.host._index.items():
+        held = domain.host[block]
+        expected = world.contents.of(name, rank, domain.role)
+        good = held is not None and held.name == name and is_right(held.values, expected)
+        if not good and block not in domain.spoilt:
+            raise AssertionError(f"rank {rank} has something else in {domain.role} host block {block}: {held}")
 
 
 # ------------------------------------------------------------------------------------------------------- I5
@@ -114,11 +126,11 @@ def check_io(world: World) -> None:
     for rank in world.ranks.ranks:
         if rank.deaf:
             continue
-        for pool, claims in ((world.manager.device, rank.device_claims), (world.manager.host, rank.host_claims)):
-            for block in claims.busy():
-                assert pool._references[block] > 0, (
-                    f"rank {rank.number} is at {claims._tier} {block}, which nobody holds"
-                )
+        for domain in rank.domains.values():
+            tiers = (world.manager.device, domain.device_claims), (world.manager.host, domain.host_claims)
+            for pool, claims in tiers:
+                for block in claims.busy():
+                    assert pool._references[block] > 0, f"something is at {claims._tier} {block}, which nobody holds"
 
 
 # ------------------------------------------------------------------------------------------- sequences: I3, I7
@@ -149,11 +161,12 @@ def check_prefixes(world: World) -> None:
     for tier, pool in (("device", world.manager.device), ("host", world.manager.host)):
         before, now = world.found[tier], set(pool._index)
         evicted = before - now - world.withdrawn
-        for name in before & now if evicted else ():
+        for name in (before & now) - world.published if evicted else ():
             parent = pool._parent[pool._index[name]]
             assert parent not in evicted, f"{tier}: a block was evicted before one that stands behind it"
         world.found[tier] = now
     world.withdrawn.clear()
+    world.published.clear()
 
 
 # ------------------------------------------------------------------------------------------------- the end

@@ -3,15 +3,19 @@
 As in the worker, loads, forwards and write-backs are taken in order, while copies, store reads and store writes take
 their time beside them. A copy reads each block at its beginning or at its end, and what it writes to is poison in
 between: a block that is reused too early, or read too early, shows.
+
+A draft model's blocks are a domain of their own. They move with the target's of the same number, each copy at its own
+moment, and a fault may hit those of one domain only.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeGuard
 
 from xllm_hier.hashing import HASH_BYTES
 from xllm_hier.plans import (
@@ -21,6 +25,7 @@ from xllm_hier.plans import (
     UNKNOWN,
     BlocksCompared,
     CompareBlocks,
+    DecodeSequence,
     Forward,
     ForwardOutput,
     OffloadCopied,
@@ -39,7 +44,7 @@ from xllm_hier.plans import (
     ints,
 )
 
-from .contents import POISON, VOCABULARY, Contents, Values, next_token
+from .contents import DRAFT, HEAD, POISON, TARGET, VOCABULARY, Contents, Values, is_right, next_token
 from .timeline import Line, Timeline
 
 BLOCK_BYTES = 64
@@ -81,6 +86,24 @@ class Claims:
         return {block for block, count in self.readers.items() if count} | set(self.writers)
 
 
+class Domain:
+    """The blocks of one model on one rank, in all tiers."""
+
+    def __init__(self, number: int, role: str, block_size: int, num_device: int, num_host: int) -> None:
+        self.role = role
+        self.device: list[list[bytes]] = [[POISON] * block_size for _ in range(num_device)]
+        self.host: list[Object | None] = [None] * num_host
+        self.store: dict[bytes, Object] = {}
+        self.spoilt: set[int] = set()  # host blocks that a fault has changed since they were written
+        name = f"rank {number}" if role == TARGET else f"rank {number} {role}"
+        self.device_claims, self.host_claims = Claims(f"{name} device"), Claims(f"{name} host")
+
+    def host_values(self, host: int) -> Values:
+        found = self.host[host]
+        assert found is not None, f"host block {host} is loaded and holds nothing"
+        return found.values
+
+
 class Row(NamedTuple):
     """One sequence of a Forward as it was when it was sent."""
 
@@ -92,21 +115,49 @@ class Row(NamedTuple):
     sampling: SamplingSpec | None
     prompt_logprobs: int | None
     next_token: int
-    num_drafts: int = 0
+    num_drafts: int
+    draft_from: int
+    num_proposals: int
+
+    @property
+    def given(self) -> list[int]:
+        """Its tokens without the drafts."""
+        return self.tokens[: len(self.tokens) - self.num_drafts]
 
 
 def rows_of(plan: Forward, decode_path: str) -> list[Row]:
-    rows = []
-    for row in (*plan.prefill, *plan.decode):
-        rest: tuple[str, int, int | None, int] = (decode_path, 0, None, -1)
-        if isinstance(row, PrefillSequence):
-            rest = ("P", row.write_from, row.prompt_logprobs, row.next_token)
-        path, write_from, wants, following = rest
-        table = row.block_table.tolist()
-        drafts = getattr(row, "num_drafts", 0)
-        tokens = row.token_ids.tolist()
-        rows.append(Row(row.start, tokens, table, path, write_from, row.sampling, wants, following, drafts))
-    return rows
+    sequences: list[PrefillSequence | DecodeSequence] = [*plan.prefill, *plan.decode]
+    return [
+        Row(
+            row.start,
+            row.token_ids.tolist(),
+            row.block_table.tolist(),
+            "P" if isinstance(row, PrefillSequence) else decode_path,
+            row.write_from,
+            row.sampling,
+            row.prompt_logprobs if isinstance(row, PrefillSequence) else None,
+            row.next_token,
+            row.num_drafts if isinstance(row, DecodeSequence) else 0,
+            row.draft_from,
+            row.num_proposals,
+        )
+        for row in sequences
+    ]
+
+
+class Drawn(NamedTuple):
+    """The tokens drawn for a row, as many as count, and the target's value that gave the last one."""
+
+    tokens: list[int]
+    last: bytes
+
+
+def drawn_from(row: Row, values: list[bytes]) -> Drawn:
+    if row.sampling is None:
+        return Drawn([], POISON)
+    candidates = values[len(row.given) - 1 :]
+    tokens = verified([next_token(value) for value in candidates], row)
+    return Drawn(tokens, candidates[len(tokens) - 1])
 
 
 def verified(drawn: list[int], row: Row) -> list[int]:
@@ -120,6 +171,11 @@ def verified(drawn: list[int], row: Row) -> list[int]:
 
 def hashes_of(raw: bytes) -> list[bytes]:
     return [raw[start : start + HASH_BYTES] for start in range(0, len(raw), HASH_BYTES)]
+
+
+def _names(held: Object | None, name: bytes) -> TypeGuard[Object]:
+    """It is there, and its trailer says that it is block `name`."""
+    return held is not None and held.name == name
 
 
 @dataclass(eq=False)
@@ -157,7 +213,6 @@ class Ranks:
         num_device: int,
         num_host: int,
         store: bool,
-        replicated: bool,
         pace: float,
         seed: int,
         salt_of: Callable[[Row], str],
@@ -167,7 +222,6 @@ class Ranks:
         self.contents = contents
         self.num_host = num_host
         self.store = store
-        self.replicated = replicated
         self.pace = pace
         self.salt_of = salt_of
         self.is_published = is_published
@@ -182,11 +236,16 @@ class Ranks:
         self._faults: defaultdict[tuple[str, int], deque[float]] = defaultdict(deque)
         self._arrived: dict[int, list[Callable[[bool], None]]] = {}
         self._last_forward: tuple[Forward, list[Row]] | None = None
+        self._last_drawn: tuple[Forward, list[Drawn]] | None = None
         self.ranks = [Rank(self, number, num_device, num_host) for number in range(num_ranks)]
 
-    def owner(self, rank: int) -> Rank:
-        """Who keeps the host and store contents that `rank` uses."""
-        return self.ranks[0 if self.replicated else rank]
+    def keeper(self, rank: int, role: str) -> Domain:
+        """Whose host and store contents `rank` uses."""
+        return self.ranks[0 if role in self.contents.shared else rank].domains[role]
+
+    @property
+    def _domains(self) -> Iterator[Domain]:
+        return (domain for rank in self.ranks for domain in rank.domains.values())
 
     # ------------------------------------------------------------------------------------------------ faults
 
@@ -213,12 +272,25 @@ class Ranks:
                 self.store_up = True
 
         if not keep:
-            for rank in self.ranks:
-                rank.store.clear()
+            self.clear_stores()
         self.timeline.after(seconds, back)
 
-    def objects(self) -> list[tuple[int, bytes]]:
-        return [(rank.number, name) for rank in self.ranks for name in rank.store]
+    def objects(self) -> list[tuple[dict[bytes, Object], bytes]]:
+        return [(domain.store, name) for domain in self._domains for name in domain.store]
+
+    def clear_stores(self) -> int:
+        """Forget all objects; returns how many there were."""
+        removed = len(self.objects())
+        for domain in self._domains:
+            domain.store.clear()
+        return removed
+
+    def victims(self) -> set[str]:
+        """Whose blocks a fault hits: those of one domain, or of all."""
+        roles = self.contents.roles
+        if len(roles) == 1:
+            return set(roles)
+        return set(self.dice.choice([*((role,) for role in roles), roles]))
 
     def seconds(self, kind: str) -> float:
         mean = MEAN_S[kind] * (1.0 if kind in ("forward", "travel") else self.pace)
@@ -231,6 +303,12 @@ class Ranks:
         if self._last_forward is None or self._last_forward[0] is not plan:
             self._last_forward = plan, rows_of(plan, self.contents.decode_path)
         return self._last_forward[1]
+
+    def drawn(self, plan: Forward) -> list[Drawn]:
+        """What rank 0, which alone samples, draws from each row; the others are told, whoever ends first."""
+        if self._last_drawn is None or self._last_drawn[0] is not plan:
+            self._last_drawn = plan, self.ranks[0].draw(plan)
+        return self._last_drawn[1]
 
     def arrive(self, step_id: int, begin: Callable[[bool], None]) -> None:
         """A rank is ready to compute. Ranks wait for each other in collectives: none goes on alone."""
@@ -261,12 +339,14 @@ class Rank:
     def __init__(self, all_ranks: Ranks, number: int, num_device: int, num_host: int) -> None:
         self.all = all_ranks
         self.number = number
-        size = all_ranks.contents.block_size
-        self.device: list[list[bytes]] = [[POISON] * size for _ in range(num_device)]
-        self.host: list[Object | None] = [None] * num_host
-        self.store: dict[bytes, Object] = {}
-        self.spoilt: set[int] = set()  # host blocks that a fault has changed since they were written
-        self.device_claims, self.host_claims = Claims(f"rank {number} device"), Claims(f"rank {number} host")
+        contents = all_ranks.contents
+        self.domains = {
+            role: Domain(number, role, contents.block_size, num_device, num_host) for role in contents.roles
+        }
+        # Those whose host and store contents are this rank's to write; others use them too where all hold the same.
+        self.kept = [domain for role, domain in self.domains.items() if not number or role not in contents.shared]
+        target = self.domains[TARGET]
+        self.device, self.device_claims, self.host_claims = target.device, target.device_claims, target.host_claims
         self.plans = Line(self._receive)
         self.answers = Line(lambda _: None)
         self.deaf = False
@@ -281,10 +361,12 @@ class Rank:
         self._num_waiting = 0  # events of this rank on the timeline
 
     def announce(self, max_model_len: int) -> None:
-        details = {"block_size": self.all.contents.block_size}
+        details: dict[str, Any] = {"block_size": self.all.contents.block_size}
+        if self.all.contents.draft:
+            details["draft"] = {"component": "draft", "needs_hidden": self.all.contents.draft == HEAD}
         self.answers.inbox.append(
             WorkerReady(
-                self.number, len(self.device), len(self.host), max_model_len, VOCABULARY, [], BLOCK_BYTES, details
+                self.number, len(self.device), self.all.num_host, max_model_len, VOCABULARY, [], BLOCK_BYTES, details
             )
         )
 
@@ -376,9 +458,9 @@ class Rank:
         if isinstance(message, WorkerCall):
             self._on_call(message)
         elif isinstance(message, PrefetchFromStorage):
-            if self.all.owner(self.number) is self:
+            for domain in self.kept:
                 for host in message.host.tolist():
-                    self.host_claims.write(host, f"read {message.prefetch_id}")
+                    domain.host_claims.write(host, f"read {message.prefetch_id}")
             self._submit("read", lambda: self._read(message))
         else:
             self._num_plans += 1
@@ -389,7 +471,11 @@ class Rank:
 
     def _on_call(self, call: WorkerCall) -> None:
         if call.method == "ping":
-            state = {"collectives": 0, "loaded_bytes": self.num_loaded * BLOCK_BYTES, "load_s": self.load_s}
+            state: dict[str, float] = {
+                "collectives": 0,
+                "loaded_bytes": self.num_loaded * BLOCK_BYTES,
+                "load_s": self.load_s,
+            }
             self._answer("ping", WorkerResult(call.call_id, self.number, state))
         elif call.method == "stats":
             self._answer("stats", WorkerResult(call.call_id, self.number, {"store_state": "attached"}))
@@ -397,17 +483,15 @@ class Rank:
             self._submit("put", lambda: lambda: self._clear_store(call))
         else:
             self.attached = call.method == "attach_store"
-            state = {"state": "attached" if self.attached else "detached"}
-            self._answer("switch", WorkerResult(call.call_id, self.number, state))
+            now = {"state": "attached" if self.attached else "detached"}
+            self._answer("switch", WorkerResult(call.call_id, self.number, now))
 
     def _clear_store(self, call: WorkerCall) -> None:
         value: dict[str, Any] = {"removed": 0}
         if self.number == 0 and not self.all.store_up:
             value["error"] = "the store is degraded: nothing was removed"
         elif self.number == 0:
-            for rank in self.all.ranks:
-                value["removed"] += len(rank.store)
-                rank.store.clear()
+            value["removed"] = self.all.clear_stores()
         self._answer("clear", WorkerResult(call.call_id, self.number, value))
 
     def _advance(self) -> None:
@@ -425,31 +509,47 @@ class Rank:
 
     # --------------------------------------------------------------------------------------- H2D and forward
 
-    def _load(self, plan: TransferBlocks) -> None:
+    def _moves(self, plan: TransferBlocks | TransferKvBlocks) -> list[tuple[int, int, bytes]]:
+        """(device block, host block, hash) of each block, which are the same in each domain."""
         (mapping,) = plan.target_mappings
-        keeper = self.all.owner(self.number)
         rows = list(zip(mapping.device.tolist(), mapping.host.tolist(), hashes_of(mapping.hashes), strict=True))
-        disproved = any(keeper.host[host] is None or keeper.host[host].name != name for _, host, name in rows)
-        failed = self.all.take("load", self.number) is not None or disproved
+        assert len(plan.draft_mappings) == len(self.domains) - 1, "not each domain has its mapping"
+        for other in plan.draft_mappings:
+            same = other.device.tolist() == mapping.device.tolist() and other.host.tolist() == mapping.host.tolist()
+            assert same and other.hashes == mapping.hashes, "the draft's blocks are not the target's"
+        return rows
+
+    def _load(self, plan: TransferBlocks) -> None:
+        rows = self._moves(plan)
+        pairs = [(domain, self.all.keeper(self.number, role)) for role, domain in self.domains.items()]
+        disproved = any(not _names(keeper.host[host], name) for _, host, name in rows for _, keeper in pairs)
+        fault = self.all.take("load", self.number) is not None
+        failed = fault or disproved
+        lost = set(self.domains) if disproved else self.all.victims() if fault else set()
         short = self._shortage("ack")
+        cut = self.all.victims() if short else set()
         load = Load(plan.batch_id, failed, {device for device, _, _ in rows}, bool(short))
         self._loads.append(load)
         kind = "short ack" if short else "ack"  # it is all that tells of a block too few, and is not lost too
         self._answer(kind, TransferAck(plan.batch_id, self.number, len(rows) - short), thread="forward")
-        early: dict[int, Values] = {}
+        early: dict[tuple[str, int], Values] = {}
         for device, host, _ in rows:
-            self.device_claims.write(device, f"load {plan.batch_id}")
-            keeper.host_claims.read(host, f"load {plan.batch_id}")
-            self.device[device] = [POISON] * self.all.contents.block_size
-            if not failed and self.all.dice.random() < 0.5:
-                early[device] = self._host_values(keeper, host)
+            for domain, keeper in pairs:
+                domain.device_claims.write(device, f"load {plan.batch_id}")
+                keeper.host_claims.read(host, f"load {plan.batch_id}")
+                domain.device[device] = [POISON] * self.all.contents.block_size
+                if domain.role not in lost and self.all.dice.random() < 0.5:
+                    early[domain.role, device] = keeper.host_values(host)
 
         def end() -> None:
             for number, (device, host, _) in enumerate(rows):
-                self.device_claims.end_write(device)
-                keeper.host_claims.end_read(host)
-                if not failed and number < len(rows) - short:
-                    self.device[device] = list(early.get(device) or self._host_values(keeper, host))
+                for domain, keeper in pairs:
+                    domain.device_claims.end_write(device)
+                    keeper.host_claims.end_read(host)
+                    is_cut = domain.role in cut and number == len(rows) - 1
+                    if domain.role not in lost and not is_cut:
+                        values = early.get((domain.role, device)) or keeper.host_values(host)
+                        domain.device[device] = list(values)
             load.done = True
             self.num_loaded += len(rows)
             self.load_s += duration
@@ -457,12 +557,6 @@ class Rank:
 
         duration = self._seconds("load")
         self._later(duration, end)
-
-    @staticmethod
-    def _host_values(keeper: Rank, host: int) -> Values:
-        found = keeper.host[host]
-        assert found is not None, f"host block {host} is loaded and holds nothing"
-        return found.values
 
     def _shortage(self, kind: str) -> int:
         return int(self.all.take(kind, self.number) is not None)
@@ -480,8 +574,9 @@ class Rank:
         written = self._claim(plan, rows)
 
         def end() -> None:
-            for block in written:
-                self.device_claims.end_write(block)
+            for claims, blocks in written:
+                for block in blocks:
+                    claims.end_write(block)
             self._answer("forward", self._outcome(plan, rows, loads, seconds, fails=fails))
             self._forward = None
             self._advance()
@@ -489,21 +584,45 @@ class Rank:
         seconds = self._seconds("forward")
         self._later(seconds, end)
 
-    def _claim(self, plan: Forward, rows: Sequence[Row]) -> set[int]:
+    def _claim(self, plan: Forward, rows: Sequence[Row]) -> list[tuple[Claims, Iterable[int]]]:
         """The blocks this step writes; no other row may read them, nor write them."""
+        ranges = [(row.start, max(row.start, row.write_from), row.start + len(row.tokens)) for row in rows]
+        claims = self.domains[TARGET].device_claims
+        written: list[tuple[Claims, Iterable[int]]] = [(claims, self._claim_blocks(plan, rows, ranges, claims))]
+        if DRAFT in self.domains:
+            claims = self.domains[DRAFT].device_claims
+            written.append((claims, self._claim_blocks(plan, rows, [self._drafted(row) for row in rows], claims)))
+        return written
+
+    def _drafted(self, row: Row) -> tuple[int, int, int]:
+        """Where the draft reads up to, and from and to where it may write: if all drafts of the row are accepted."""
+        if row.draft_from < 0:
+            return 0, 0, 0
+        first = max(row.draft_from, self._first_drafted)
+        known = row.next_token >= 0 if row.sampling is None else max(1, row.num_proposals)
+        end = row.start + len(row.tokens) + known
+        return first, first, min(end, len(row.table) * self.all.contents.block_size)
+
+    @property
+    def _first_drafted(self) -> int:
+        return int(self.all.contents.draft == HEAD)
+
+    def _claim_blocks(
+        self, plan: Forward, rows: Sequence[Row], ranges: Sequence[tuple[int, int, int]], claims: Claims
+    ) -> Iterable[int]:
+        """`ranges`: for each row, where it reads up to, and from and to where it writes."""
         size = self.all.contents.block_size
         writer: dict[int, int] = {}
-        for number, row in enumerate(rows):
-            first, end = max(row.start, row.write_from), row.start + len(row.tokens)
+        for number, (row, (_, first, end)) in enumerate(zip(rows, ranges, strict=True)):
             for block in row.table[first // size : -(-end // size)] if first < end else []:
                 assert block not in writer, f"two rows of step {plan.step_id} write device block {block}"
                 assert not self.all.is_published(block), f"step {plan.step_id} writes block {block}, which others find"
                 writer[block] = number
-                self.device_claims.write(block, f"step {plan.step_id}")
-        for number, row in enumerate(rows):
-            for block in row.table[: -(-row.start // size)]:
+                claims.write(block, f"step {plan.step_id}")
+        for number, (row, (context, _, _)) in enumerate(zip(rows, ranges, strict=True)):
+            for block in row.table[: -(-context // size)]:
                 assert writer.get(block, number) == number, f"step {plan.step_id} reads block {block} as it writes it"
-        return set(writer)
+        return writer
 
     def _outcome(
         self, plan: Forward, rows: Sequence[Row], loads: list[Load], compute_s: float, *, fails: bool
@@ -511,25 +630,29 @@ class Rank:
         failed_blocks = {block for load in loads if load.spoilt for block in load.blocks}
         failed = {load.batch_id for load in loads if load.failed}
         failed |= set(plan.batch_ids) - {load.batch_id for load in loads}
+        spoilt = [fails or not failed_blocks.isdisjoint(row.table) for row in rows]
+        drawn = self.all.drawn(plan) if not fails and (not self.number or DRAFT in self.domains) else []
         tokens: list[int] = []
         num_tokens: list[int] = []
         prompt_logprobs: list[list[TokenLogprob]] = []
-        for row in rows:
-            values = self._compute(row, spoilt=fails or not failed_blocks.isdisjoint(row.table))
+        proposals: list[list[int]] = []
+        for number, row in enumerate(rows):
+            values = self._compute(row, spoilt=spoilt[number])
             if row.prompt_logprobs is not None:
                 following = [*row.tokens[1:], row.next_token]
                 prompt_logprobs.append([TokenLogprob(token, 0.0, 1, [], []) for token in following if token >= 0])
-            if row.sampling is not None:
-                accepted = verified([next_token(last) for last in values[-1 - row.num_drafts :]], row)
-                tokens += accepted
-                num_tokens.append(len(accepted))
+            drafts = self._draft(row, values, drawn[number] if drawn else None, spoilt=spoilt[number])
+            if row.sampling is not None and drawn:
+                tokens += drawn[number].tokens
+                num_tokens.append(len(drawn[number].tokens))
+                proposals.append(drafts)
         if self.number:
-            tokens, num_tokens, prompt_logprobs = [], [], []  # rank 0 alone samples
+            tokens, num_tokens, prompt_logprobs, proposals = [], [], [], []  # rank 0 alone samples
         view = f"step {plan.step_id}, {self._num_plans} plans"
         if self.all.take("view", self.number) is not None:
             view, self.all.doom = "something else", "a rank was told something else"
         if fails:
-            tokens, num_tokens, prompt_logprobs = [], [], []
+            prompt_logprobs = []
         return ForwardOutput(
             plan.step_id,
             self.number,
@@ -542,19 +665,98 @@ class Rank:
             "simulated" if fails else None,
             view,
             ints(num_tokens),
+            [ints(drafts) for drafts in proposals] if DRAFT in self.domains else [],
         )
+
+    def draw(self, plan: Forward) -> list[Drawn]:
+        """What comes of the step under way, before it has ended."""
+        assert self._forward is not None and self._forward[0] is plan
+        spoilt = {block for load in self._forward[1] if load.spoilt for block in load.blocks}
+        size, contents = self.all.contents.block_size, self.all.contents
+        found = []
+        for row in self.all.rows(plan):
+            place = row.start - 1
+            last = self.device[row.table[place // size]][place % size] if row.start else None
+            if last is None:
+                last = contents.root(self.number, self.all.salt_of(row))
+            found.append(drawn_from(row, self._values(row, last if spoilt.isdisjoint(row.table) else POISON)))
+        return found
+
+    def _values(self, row: Row, last: bytes) -> list[bytes]:
+        values = []
+        for token in row.tokens:
+            last = self.all.contents.value(last, token, row.path)
+            values.append(last)
+        return values
 
     def _compute(self, row: Row, *, spoilt: bool) -> list[bytes]:
         """Write the values of a row, and return them. `spoilt`: from something that is no context."""
-        size, contents = self.all.contents.block_size, self.all.contents
-        last = POISON if spoilt else self._context(row)
-        values = []
-        for position, token in enumerate(row.tokens, row.start):
-            last = contents.value(last, token, row.path)
+        size = self.all.contents.block_size
+        values = self._values(row, POISON if spoilt else self._context(row))
+        for position, value in enumerate(values, row.start):
+            block = self.device[row.table[position // size]]
             if position >= row.write_from:
-                self.device[row.table[position // size]][position % size] = last
-            values.append(last)
+                block[position % size] = value
+            else:
+                assert spoilt or block[position % size] == value, (
+                    f"rank {self.number} computes position {position} again, and it is not what a shared block holds"
+                )
         return values
+
+    def _draft(self, row: Row, values: list[bytes], drawn: Drawn | None, *, spoilt: bool) -> list[int]:
+        """Let the draft take in the tokens that are known now, and go on with its own, which are returned.
+
+        `drawn` None: the step fails, and what the draft writes is worth nothing.
+        """
+        size, contents = self.all.contents.block_size, self.all.contents
+        if row.draft_from < 0:
+            assert not row.num_proposals, "drafts are wanted from a model that is left alone"
+            return []
+        assert DRAFT in self.domains, "there is no draft model"
+        device = self.domains[DRAFT].device
+        first = max(row.draft_from, self._first_drafted)
+        assert row.draft_from in (row.start, row.start + 1), f"the draft lacks {row.draft_from}, not {row.start}"
+        assert contents.draft != HEAD or first > row.start, f"position {first} needs a row that is not computed"
+        following = drawn.tokens if drawn is not None and drawn.tokens else [row.next_token] * (row.next_token >= 0)
+        known = [*row.given, *following]
+        texts = values[: len(known) - bool(following)]  # what the target holds, or will, of the same positions
+        if following:
+            texts.append(contents.value(texts[-1], known[-1], contents.decode_path))
+        end = row.start + len(known)
+        assert end <= len(row.table) * size, f"position {end - 1} has no block"
+        if not spoilt:
+            self._check_drafted(row, texts, first)
+        drafts = self._guesses(row, drawn, end - 1) if drawn is not None and drawn.tokens else []
+        for draft in drafts[:-1]:  # nothing follows the last one yet
+            texts.append(contents.value(texts[-1], draft, contents.decode_path))
+        for position in range(first, row.start + len(texts)):
+            assert position >= row.write_from, f"the draft writes position {position} of a shared block"
+            right = position < end or contents.draft != HEAD  # a head's own hidden states are not the target's
+            value = contents.draft_value(texts[position - row.start], self.number) if right else POISON
+            device[row.table[position // size]][position % size] = value
+        return drafts
+
+    def _check_drafted(self, row: Row, texts: list[bytes], first: int) -> None:
+        """The draft holds all positions before `first` for the tokens that the target has there."""
+        size, contents, device = self.all.contents.block_size, self.all.contents, self.domains[DRAFT].device
+        for position in range(self._first_drafted, first):
+            block, place = row.table[position // size], position % size
+            text = self.device[block][place] if position < row.start else texts[position - row.start]
+            assert device[block][place] == contents.draft_value(text, self.number), (
+                f"rank {self.number} drafts from position {first} on a wrong context: position {position}, device "
+                f"block {block}"
+            )
+
+    def _guesses(self, row: Row, drawn: Drawn, newest: int) -> list[int]:
+        """Drafts behind the newest token: what will come, now and then something else; all ranks guess alike."""
+        contents = self.all.contents
+        last, token = drawn.last, drawn.tokens[-1]
+        wrong, guesses = last[-1] % 6, []
+        for place in range(min(row.num_proposals, len(row.table) * contents.block_size - newest)):
+            last = contents.value(last, token, contents.decode_path)
+            token = (next_token(last) + (place == wrong)) % VOCABULARY
+            guesses.append(token)
+        return guesses
 
     def _context(self, row: Row) -> bytes:
         """The value before the row's first, after a look at all those before it."""
@@ -585,17 +787,17 @@ class Rank:
     # ------------------------------------------------------------------------------------------------ D2H2G
 
     def _offload(self, plan: TransferKvBlocks) -> None:
-        (mapping,) = plan.target_mappings
-        rows = list(zip(mapping.device.tolist(), mapping.host.tolist(), hashes_of(mapping.hashes), strict=True))
-        if self.all.owner(self.number) is not self:
+        rows = self._moves(plan)
+        if not self.kept:
             self._submit("copy", lambda: lambda: self._copied_by_another(plan, len(rows)))
             return
         who = f"write-back {plan.transfer_id}"
-        for device, host, _ in rows:  # from now on: the copy may begin at any moment
-            self.device_claims.read(device, who)
-            self.host_claims.write(host, who)
-            self.host[host] = None
-            self.spoilt.discard(host)
+        for domain in self.kept:
+            for device, host, _ in rows:  # from now on: the copy may begin at any moment
+                domain.device_claims.read(device, who)
+                domain.host_claims.write(host, who)
+                domain.host[host] = None
+                domain.spoilt.discard(host)
         self._submit("copy", lambda: self._copy(plan, rows))
 
     def _copied_by_another(self, plan: TransferKvBlocks, count: int) -> None:
@@ -604,25 +806,35 @@ class Rank:
         self._answer("stored", OffloadStored(plan.transfer_id, self.number, stored))
 
     def _copy(self, plan: TransferKvBlocks, rows: list[tuple[int, int, bytes]]) -> Callable[[], None]:
-        early = {device: tuple(self.device[device]) for device, _, _ in rows if self.all.dice.random() < 0.5}
+        early = {
+            (domain.role, device): tuple(domain.device[device])
+            for device, _, _ in rows
+            for domain in self.kept
+            if self.all.dice.random() < 0.5
+        }
         short = self._shortage("offload")
+        cut = self.all.victims() if short else set()
 
         def end() -> None:
             for number, (device, host, name) in enumerate(rows):
-                self.device_claims.end_read(device)
-                self.host_claims.end_write(host)
-                if number < len(rows) - short:
-                    values = early.get(device) or tuple(self.device[device])
-                    assert values == self.all.contents.of(name, self.number), (
-                        f"rank {self.number} writes back device block {device}, which is not what its hash says"
+                for domain in self.kept:
+                    domain.device_claims.end_read(device)
+                    domain.host_claims.end_write(host)
+                    if domain.role in cut and number == len(rows) - 1:
+                        continue
+                    values = early.get((domain.role, device)) or tuple(domain.device[device])
+                    assert is_right(values, self.all.contents.of(name, self.number, domain.role)), (
+                        f"rank {self.number} writes back {domain.role} device block {device}, which is not what its "
+                        "hash says"
                     )
-                    self.host[host] = Object(values, name)
+                    domain.host[host] = Object(values, name)
             self._answer("copied", OffloadCopied(plan.transfer_id, self.number, len(rows) - short))
             if short or not plan.put or not self.attached:
                 self._answer("stored", OffloadStored(plan.transfer_id, self.number, 0))
                 return
-            for _, host, _ in rows:
-                self.host_claims.read(host, f"put of {plan.transfer_id}")
+            for domain in self.kept:
+                for _, host, _ in rows:
+                    domain.host_claims.read(host, f"put of {plan.transfer_id}")
             self._submit("put", lambda: self._put(plan, rows))
 
         return end
@@ -633,11 +845,12 @@ class Rank:
         def end() -> None:
             stored = 0
             for number, (_, host, name) in enumerate(rows):
-                self.host_claims.end_read(host)
-                held = self.host[host]
-                if name not in self.store and self._works and held and not (fails and number % 2 == 0):
-                    self.store[name] = held
-                stored += name in self.store
+                for place, domain in enumerate(self.kept, number):
+                    domain.host_claims.end_read(host)
+                    held = domain.host[host]
+                    if name not in domain.store and self._works and held and not (fails and place % 2 == 0):
+                        domain.store[name] = held
+                stored += all(name in domain.store for domain in self.kept)
             self._answer("stored", OffloadStored(plan.transfer_id, self.number, stored if self._works else 0))
 
         return end
@@ -646,15 +859,18 @@ class Rank:
 
     def _read(self, plan: PrefetchFromStorage) -> Callable[[], None]:
         rows = list(zip(plan.host.tolist(), hashes_of(plan.hashes), strict=True))
-        if self.all.owner(self.number) is not self:
+        if not self.kept:
             return lambda: self._answer_read(plan, [HIT] * len(rows))
-        wanted = [self._works and name in self.store for _, name in rows]
+        wanted = [self._works and all(name in domain.store for domain in self.kept) for _, name in rows]
         outages = self.all.num_outages
-        found = [self.store.get(name) if self.all.dice.random() < 0.5 else None for _, name in rows]
+        found = [
+            [domain.store.get(name) if self.all.dice.random() < 0.5 else None for domain in self.kept]
+            for _, name in rows
+        ]
         for (host, _), reads in zip(rows, wanted, strict=True):
-            if reads:
-                self.host[host] = None
-                self.spoilt.discard(host)
+            for domain in self.kept if reads else ():
+                domain.host[host] = None
+                domain.spoilt.discard(host)
 
         def end() -> None:
             late = self.all.take("late", self.number)
@@ -662,28 +878,33 @@ class Rank:
             fails = self.all.take("read", self.number) is not None
             hits = []
             for (host, name), reads, early in zip(rows, wanted, found, strict=True):
-                held = early or self.store.get(name)
+                held = [one or domain.store.get(name) for one, domain in zip(early, self.kept, strict=True)]
+                parts = list(zip(self.kept, held, strict=True))
                 if reads and (late is not None or cut_off):
                     hits.append(UNKNOWN)
-                    self._later(late or 1.0, lambda host=host, held=held: self._write_late(host, held))
+                    for times, (domain, one) in enumerate(parts, 2):  # each at a time of its own
+                        self._later((late or 1.0) * times / 2, partial(self._write_late, host, domain, one))
                     continue
-                self.host_claims.end_write(host)
-                good = reads and not fails and held is not None and held.name == name and held.sound
-                if good:
-                    self.host[host] = held
-                elif reads and held is not None and not fails:
-                    self.store.pop(name, None)  # what its trailer disproves is taken out
+                for domain in self.kept:
+                    domain.host_claims.end_write(host)
+                good = reads and not fails and all(_names(one, name) and one.sound for one in held)
+                for domain, one in parts if reads and not fails else ():
+                    if good:
+                        domain.host[host] = one
+                    elif one is not None and not (one.name == name and one.sound):
+                        domain.store.pop(name, None)  # what its trailer disproves is taken out
                 hits.append(HIT if good else MISS)
             self._answer_read(plan, hits)
 
         return end
 
-    def _write_late(self, host: int, held: Object | None) -> None:
+    @staticmethod
+    def _write_late(host: int, domain: Domain, held: Object | None) -> None:
         """A read that was given up writes after all."""
-        self.host_claims.end_write(host)
+        domain.host_claims.end_write(host)
         if held is not None:
-            self.host[host] = held
-            self.spoilt.add(host)
+            domain.host[host] = held
+            domain.spoilt.add(host)
 
     def _answer_read(self, plan: PrefetchFromStorage, hits: list[int]) -> None:
         if UNKNOWN not in hits and self.all.take("length", self.number) is not None:

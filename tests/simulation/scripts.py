@@ -127,6 +127,24 @@ HARSH = [
 ]
 DEADLY = ["die", "silent", "view", "forward", "lose copied", "lose forward"]
 
+# A draft's own blocks are at stake wherever blocks are: scarce, shared, restored, lost, spoilt, audited.
+_DRAFTED: dict[str, Any] = dict(
+    num_ranks=(1, 2, 2, 3),
+    replicated=(False, False, True),
+    num_drafts=(1, 2, 5),
+    num_device=(5, 6, 8, 12),
+    block_size=(1, 2, 2, 4),
+    chunk_tokens=(1, 4, 8, 64),
+    decode_kv_reuse=("canonical", "canonical", "off", "as_is", "as_is"),
+    audit_rate=(0, 0, 1),
+    tile=(2, 5, 256),
+    faults=8,
+    outages=(0, 0, 2),
+    switches=(0, 0, 2),
+    policy=("always", "always", "measured"),
+    long=(0, 1),
+)
+
 # What differs from the usual sizes (see `draw`); of several values one is drawn.
 FAMILIES: dict[str, dict[str, Any]] = {
     "device only": dict(store=False, num_host=0),
@@ -153,6 +171,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     ),
     "audited": dict(num_ranks=(1, 2), audit_rate=(1, 2), num_device=(6, 8, 20), block_size=2, long=1, faults=2),
     "drafts": dict(num_ranks=(1, 2), num_drafts=(1, 2, 5), max_tokens=(8, 16, 64), faults=3, audit_rate=(0, 2)),
+    "draft model": dict(draft="model", **_DRAFTED),
+    "draft head": dict(draft="head", **_DRAFTED),
     "switched": dict(num_ranks=(1, 2), replicated=(False, True), faults=3, switches=4),
     "deadly": dict(num_ranks=(1, 2, 3), faults=3, deadly=1),
 }

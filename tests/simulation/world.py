@@ -31,7 +31,7 @@ from xllm_hier.plans import (
 )
 
 from . import invariants
-from .contents import Contents
+from .contents import DRAFT, POISON, Contents
 from .ranks import Object, Ranks, Row
 from .timeline import Line, Timeline
 
@@ -43,7 +43,8 @@ MOST_TURNS = 20_000
 @dataclass(frozen=True)
 class Settings:
     """Sizes and settings of one world; `pace` multiplies what transfers take, `tick_s` passes with each look at the
-    clock, `limit_s` is the engine's patience with its workers."""
+    clock, `limit_s` is the engine's patience with its workers. `draft`: "model" or "head" when drafts come from one
+    that has caches of its own."""
 
     num_ranks: int = 1
     replicated: bool = False
@@ -62,6 +63,8 @@ class Settings:
     policy: str = "always"
     audit_rate: int = 0
     num_drafts: int = 0
+    draft: str = ""
+    tile: int = 256  # tokens that a step recomputes of a finished sequence, or of an audited prefix
     limit_s: float = 8.0
     max_open: int = 1024
     pace: float = 1.0
@@ -82,6 +85,7 @@ class Settings:
             restore_policy=self.policy,
             audit_rate=self.audit_rate,
             num_speculative_tokens=self.num_drafts,
+            speculative_algorithm="ngram",
             max_tokens_per_batch=self.max_tokens,
             max_seqs_per_batch=self.max_seqs,
             max_tokens_per_chunk_for_prefill=self.chunk_tokens,
@@ -123,6 +127,7 @@ class World:
             one.num_ranks,
             replicated=one.replicated,
             decode_path="P" if one.decode_kv_reuse == "as_is" else "D",
+            draft=one.draft,
         )
         self.ranks = Ranks(
             self.timeline,
@@ -131,7 +136,6 @@ class World:
             num_device=one.num_device,
             num_host=one.num_host,
             store=one.store,
-            replicated=one.replicated,
             pace=one.pace,
             seed=one.seed,
             salt_of=self._salt_of,
@@ -151,13 +155,17 @@ class World:
             ready = self.workers.wait_ready(1.0)
             self.core = EngineCore(one.config(), self.api, self.workers, ready)  # type: ignore[arg-type]
         self.manager, self.scheduler = self.core.manager, self.core.scheduler
-        self.scheduler.propose = self._drafts
+        if not one.draft:
+            self.scheduler.propose = self._drafts
         self.found: dict[str, set[bytes]] = {"device": set(), "host": set()}  # what could be found after the last turn
         self.withdrawn: set[bytes] = set()  # since then, on purpose
+        self.published: set[bytes] = set()  # since then; perhaps once more, after an eviction
         for pool in (self.manager.device, self.manager.host):
-            self._watch_withdrawals(pool)
+            self._watch_index(pool)
         self.preempted: list[Sequence] = []  # in this turn
         self._watch_preemptions()
+        if one.draft:
+            self._watch_canonical()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -172,6 +180,8 @@ class World:
                 mock.patch("xllm_hier.engine.store_reads.QUARANTINE_S", QUARANTINE_S),
                 mock.patch("xllm_hier.engine.restore_policy.MIN_PROMPT_TOKENS", 4),  # prompts are short here,
                 mock.patch("xllm_hier.engine.restore_policy.STALE_S", 0.3),  # and so are scripts
+                mock.patch("xllm_hier.engine.scheduler.CANONICAL_CHUNK", self.settings.tile),
+                mock.patch("xllm_hier.engine.audit.TILE", self.settings.tile),
             ):
                 yield
         finally:
@@ -192,14 +202,20 @@ class World:
         one = self.ranks.ranks[int(rank)]
         return one.plans if direction == "plan" else one.answers
 
-    def _watch_withdrawals(self, pool: BlockPool) -> None:
-        withdraw = pool.withdraw
+    def _watch_index(self, pool: BlockPool) -> None:
+        withdraw, publish = pool.withdraw, pool.publish
 
-        def watched(block: int) -> None:
+        def watched_withdraw(block: int) -> None:
             self.withdrawn.add(pool._hash[block])
             withdraw(block)
 
-        pool.withdraw = watched  # type: ignore[method-assign]
+        def watched_publish(block: int, block_hash: bytes, parent_hash: bytes) -> bool:
+            found = publish(block, block_hash, parent_hash)
+            if found:
+                self.published.add(block_hash)
+            return found
+
+        pool.withdraw, pool.publish = watched_withdraw, watched_publish  # type: ignore[method-assign]
 
     def _watch_preemptions(self) -> None:
         preempt = self.scheduler._preempt
@@ -211,6 +227,19 @@ class World:
             preempt(sequence)
 
         self.scheduler._preempt = watched  # type: ignore[method-assign]
+
+    def _watch_canonical(self) -> None:
+        """Decoded blocks are to be computed once more by the draft too: what it left there must not be relied on."""
+        begin, size = self.manager.begin_canonical, self.settings.block_size
+
+        def watched(sequence: Sequence) -> bool:
+            begun = begin(sequence)
+            for rank in self.ranks.ranks if begun else ():
+                for block in sequence.device_blocks[sequence.num_published : sequence.canonical_end // size]:
+                    rank.domains[DRAFT].device[block] = [POISON] * size
+            return begun
+
+        self.manager.begin_canonical = watched  # type: ignore[method-assign]
 
     def _salt_of(self, row: Row) -> str:
         """A worker is not told the salt; here a block shows whose it is."""
@@ -370,12 +399,12 @@ class World:
             if tier != "store":
                 self.manager.clear(tier)
             else:
-                for rank in self.ranks.ranks:
-                    rank.store.clear()
+                self.ranks.clear_stores()
 
     def spoil_host(self, rank: int, number: int) -> None:
         """Change a READY host block, payload and trailer, as a write does that comes long after its time."""
-        keeper, pool = self.ranks.owner(rank), self.manager.host
+        roles, pool = self.contents.roles, self.manager.host
+        keeper = self.ranks.keeper(rank, roles[number % len(roles)])
         blocks = [block for block in sorted(pool._index.values()) if block not in keeper.host_claims.busy()]
         if blocks:
             block = blocks[number % len(blocks)]
@@ -383,12 +412,11 @@ class World:
             keeper.spoilt.add(block)
 
     def spoil_store(self, number: int, how: str) -> None:
-        """`lost`: one rank's object is gone. `bytes`: its payload changed. `other`: it is another key's object."""
+        """`lost`: one object of one rank is gone. `bytes`: its payload changed. `other`: it is another key's object."""
         objects = self.ranks.objects()
         if not objects:
             return
-        rank, name = objects[number % len(objects)]
-        store = self.ranks.ranks[rank].store
+        store, name = objects[number % len(objects)]
         others = [held for held in store.values() if held.name != name]
         if how == "lost":
             del store[name]
