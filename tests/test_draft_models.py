@@ -39,6 +39,7 @@ class Setup:
     draft: str
     draft_changes: dict[str, Any] = field(default_factory=dict)
     draft_dtype: torch.dtype = torch.float32
+    changes: dict[str, Any] = field(default_factory=dict)
 
 
 SETUPS = {
@@ -48,8 +49,10 @@ SETUPS = {
     ),
     "latents-tp2, a draft with keys and values": Setup("deepseek_v2", torch.float32, 2, "llama", {"hidden_size": 48}),
     "llama, a draft with latents": Setup("llama", torch.float32, 1, "deepseek_v2"),
-    "qwen3, its head": Setup("qwen3", torch.float32, 1, "head"),
-    "latents-tp2, their head": Setup("deepseek_v3", torch.bfloat16, 2, "head"),
+    "qwen3, its head": Setup("qwen3", torch.float32, 1, "head", changes={"num_hidden_layers": 1}),
+    "latents-tp2, their head": Setup(
+        "deepseek_v3", torch.bfloat16, 2, "head", changes={"num_hidden_layers": 1, "tie_word_embeddings": True}
+    ),
 }
 
 
@@ -76,19 +79,19 @@ class Pair:
 @pytest.fixture(scope="module", params=SETUPS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     setup, folder = SETUPS[request.param], tmp_path_factory.mktemp("model")
-    target = make(folder / "target", setup.family, setup.dtype)
+    target = make(folder / "target", setup.family, setup.dtype, **setup.changes)
     flags = [*FLAGS, f"--tp_size={setup.tp_size}"]
     with running_store(tmp_path_factory.mktemp("store")) as store:
         drafting = [*flags, *speculation(setup, target, folder / "draft"), *store_flags(store)]
         with Server(target, *drafting) as one, Server(target, *flags, "--enable_prefix_cache=false") as plain:
-            yield Pair(drafting, target, store, one, plain, setup.draft == "blurred")
+            yield Pair(drafting, target, store, one, plain, setup.draft in ("blurred", "head"))
 
 
 def speculation(setup: Setup, target: Path, folder: Path) -> list[str]:
     """The flags; makes the draft, or gives the target a head."""
     flags = [f"--num_speculative_tokens={DRAFTS}"]
     if setup.draft == "head":
-        add_head(target, qwen_names=setup.family == "qwen3")
+        add_head(target, qwen_names=setup.family == "qwen3", alike=True)
         return [*flags, "--speculative_algorithm=mtp"]
     if setup.draft == "blurred":
         blurred(target, folder, 0.15)
@@ -389,6 +392,9 @@ def test_drafts_that_cannot_be_had_are_refused_with_what_can(tmp_path: Path) -> 
     draft = "--speculative_algorithm=draft_model"
     assert "no multi-token prediction head" in refused(target, "--speculative_algorithm=mtp")
     assert "config.json" in refused(target, draft, f"--draft_model={tmp_path}/nowhere")
+    broken = make(tmp_path / "broken", "llama")
+    (broken / "config.json").write_text("[]")
+    assert "draft_model" in refused(target, draft, f"--draft_model={broken}")
     small = make(tmp_path / "small", "llama", vocab_size=300)
     assert f"a model of {VOCAB} tokens" in refused(target, draft, f"--draft_model={small}")
     three = make(tmp_path / "three", "llama", num_attention_heads=3, num_key_value_heads=3)
@@ -421,6 +427,9 @@ def test_the_alarm_sounds_when_warm_drafts_are_right_less_often_beyond_chance() 
     assert not counts(cold=(200, 200), host=(1000, 0)).alarm
     assert counts(cold=(1000, 600), host=(1000, 300)).alarm
     assert counts(cold=(1000, 600), device=(1000, 600), store=(400, 100)).alarm
+    later = counts(cold=(1000, 600), host=(1000, 300))
+    later.forget()
+    assert not later.alarm, "what the tiers hold now is new"
     assert counts(cold=(300, 600)).accept_length == {"cold": 7.0}
 
 

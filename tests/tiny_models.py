@@ -148,8 +148,12 @@ def make(folder: Path, family: str, dtype: torch.dtype = torch.float32, *, seed:
     return folder
 
 
-def add_head(folder: Path, *, qwen_names: bool = False, seed: int = 1) -> Path:
-    """Give a saved model a multi-token prediction head: one more layer like its last, and what joins both inputs."""
+def add_head(folder: Path, *, qwen_names: bool = False, seed: int = 1, alike: bool = False) -> Path:
+    """Give a saved model a multi-token prediction head: one more layer like its last, and what joins both inputs.
+
+    `alike`: it is the last layer, over the token's embedding with a little of the hidden state: of a target of one
+    layer and normed embeddings it is often right.
+    """
     path = folder / "model.safetensors"
     tensors = load_file(path)
     config = json.loads((folder / "config.json").read_text())
@@ -168,6 +172,16 @@ def add_head(folder: Path, *, qwen_names: bool = False, seed: int = 1) -> Path:
     for name, shape in shapes.items():
         wide, centre = (0.3, 1.0) if len(shape) == 1 else (shape[-1] ** -0.5, 0.0)
         tensors[name] = (torch.randn(shape, generator=generator) * wide + centre).to(dtype)
+    if alike:
+        embedding = tensors["model.embed_tokens.weight"].float()
+        normed = embedding / embedding.square().mean(-1, keepdim=True).sqrt()
+        tensors["model.embed_tokens.weight"] = normed.to(dtype)
+        tensors |= {
+            f"{layer}{name.removeprefix(last)}": t.clone() for name, t in tensors.items() if name.startswith(last)
+        }
+        tensors[f"{names[0]}.weight"] = torch.cat([torch.eye(hidden), 0.05 * torch.eye(hidden)], 1).to(dtype)
+        tensors |= {f"{name}.weight": torch.ones(hidden, dtype=dtype) for name in names[1:3]}
+        tensors[f"{names[3]}.weight"] = tensors["model.norm.weight"].clone()
     save_file(tensors, path, {"format": "pt"})
     return folder
 

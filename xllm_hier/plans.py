@@ -350,6 +350,7 @@ class ForwardOutput:
 
     `num_tokens` says how many each has, one and those its accepted drafts brought; None: one each. `proposals` are what
     the worker's draft model drafts behind them, one array for each of these sequences; empty without such a model.
+    `draft_s` is what drafting took beyond the draft model's share of the step's own tokens; not in `compute_s`.
 
     `logprobs[i]` is None where the sequence did not ask. `prompt_logprobs` holds one list per prefill sequence that
     asked. `failed_batches`: loads that this forward waited for in vain; what it computed from them is void.
@@ -369,6 +370,7 @@ class ForwardOutput:
     view: str = ""
     num_tokens: Ints | None = None
     proposals: list[Ints] = field(default_factory=list)
+    draft_s: float = 0.0
 
 
 @dataclass(frozen=True)

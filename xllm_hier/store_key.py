@@ -25,10 +25,11 @@ def _text(value: str) -> str:
 
 
 def draft_component(algorithm: str, draft_path: str = "") -> str:
-    """`key_component` of a draft's caches: embedded without a path, else folder name and digest of the real path."""
+    """`key_component` of a draft's caches: embedded without a path, else folder name and digest of the real path, to
+    which links are followed."""
     if not draft_path:
         return f"spec_draft::{algorithm}::embedded"
-    path = os.path.normpath(os.path.abspath(draft_path))
+    path = os.path.realpath(draft_path)
     digest = hashlib.blake2b(path.encode(), digest_size=8).hexdigest()
     return f"spec_draft::{algorithm}::{os.path.basename(path)}::{digest}"
 

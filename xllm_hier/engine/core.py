@@ -123,7 +123,7 @@ class EngineCore:
         self._started = self._looked_at = time.monotonic()
         self._back_at = float("-inf")
         self._num_steps = 0
-        self._compute_s = self._wait_s = 0.0
+        self._compute_s = self._wait_s = self._draft_s = 0.0
         self._worker_stats: dict[str, Any] = {"store_state": first.details.get("store_state", "detached")}
 
     # ------------------------------------------------------------------------------------------------ loop
@@ -170,6 +170,7 @@ class EngineCore:
         self._num_steps += 1
         self._compute_s += output.compute_s
         self._wait_s += output.wait_s
+        self._draft_s += output.draft_s
         if output.error is None:
             prompt_tokens = sum(len(row.token_ids) for row in step.plan.prefill)
             generated = sum(len(row.token_ids) for row in step.plan.decode)
@@ -372,6 +373,7 @@ class EngineCore:
                 errors.append("not every worker has answered: the store may still hold what it held")
             if not errors and set(tiers) == {"device", "host", "store"}:
                 self.scheduler.auditor.reset()
+                self.scheduler.drafts.forget()
             self._answer(call, {"cleared": cleared}, errors[0] if errors else None)
 
         self._ask_workers("clear_store", done)
@@ -431,6 +433,7 @@ class EngineCore:
             "generation_tokens": scheduler.num_generated_tokens,
             "steps": self._num_steps,
             "compute_s": self._compute_s,
+            "draft_s": self._draft_s,
             "load_wait_s": self._wait_s,
             "failed_loads": manager.num_failed_loads,
             "restore_decisions": manager.policy.decisions,
@@ -439,7 +442,7 @@ class EngineCore:
             "accepted": scheduler.drafts.accepted,
             "draft_steps": scheduler.drafts.steps,
             "accept_length": scheduler.drafts.accept_length,
-            "accept_alarm": scheduler.drafts.alarm,
+            "accept_alarm": manager.drafting.by_model and scheduler.drafts.alarm,
             "cache_alarm": scheduler.auditor.alarm,
             "failed_offloads": manager.write_back.num_failed,
             "uptime_s": time.monotonic() - self._started,

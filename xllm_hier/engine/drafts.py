@@ -68,6 +68,8 @@ class DraftCounts:
     drafted: dict[str, int] = field(default_factory=_zeros)
     accepted: dict[str, int] = field(default_factory=_zeros)
     steps: dict[str, int] = field(default_factory=_zeros)
+    _drafted_before: dict[str, int] = field(default_factory=_zeros)
+    _accepted_before: dict[str, int] = field(default_factory=_zeros)
 
     def add(self, origin: str, drafted: int, accepted: int) -> None:
         self.steps[origin] += 1
@@ -83,16 +85,20 @@ class DraftCounts:
     def alarm(self) -> bool:
         """Drafts behind a restored prompt are right less often than behind a computed one, beyond chance: what was
         restored for the draft model may not be what was stored."""
-        if self.drafted["cold"] < _ENOUGH:
-            return False
-        cold = self.accepted["cold"] / self.drafted["cold"]
-        for origin in ORIGINS[1:]:
-            drafted = self.drafted[origin]
-            if drafted < _ENOUGH:
-                continue
-            warm = self.accepted[origin] / drafted
-            both = (self.accepted["cold"] + self.accepted[origin]) / (self.drafted["cold"] + drafted)
-            deviation = math.sqrt(both * (1.0 - both) * (1.0 / self.drafted["cold"] + 1.0 / drafted))
-            if cold - warm > max(_GAP * cold, _DEVIATIONS * deviation):
-                return True
+        drafted = {origin: count - self._drafted_before[origin] for origin, count in self.drafted.items()}
+        accepted = {origin: count - self._accepted_before[origin] for origin, count in self.accepted.items()}
+        return any(_falls_behind(drafted, accepted, origin) for origin in ORIGINS[1:])
+
+    def forget(self) -> None:
+        """The alarm looks at what comes from now on; the counts stay."""
+        self._drafted_before, self._accepted_before = dict(self.drafted), dict(self.accepted)
+
+
+def _falls_behind(drafted: dict[str, int], accepted: dict[str, int], origin: str) -> bool:
+    """Two shares compared: is that of `origin` below the cold one by more than a fifth of it, and than chance?"""
+    if min(drafted["cold"], drafted[origin]) < _ENOUGH:
         return False
+    cold, warm = accepted["cold"] / drafted["cold"], accepted[origin] / drafted[origin]
+    both = (accepted["cold"] + accepted[origin]) / (drafted["cold"] + drafted[origin])
+    deviation = math.sqrt(both * (1.0 - both) * (1.0 / drafted["cold"] + 1.0 / drafted[origin]))
+    return cold - warm > max(_GAP * cold, _DEVIATIONS * deviation)

@@ -167,16 +167,21 @@ class Scheduler:
                 self._end(sequence, "abort")
 
     def _schedule_running(self, step: Step, budget: int) -> int:
-        """Decode rows come first in the budget, since users wait for them token by token; blocks go by age alone.
+        """Decode rows come first in the budget, since users wait for them token by token, with the drafts that a model
+        has made for them; blocks go by age alone.
 
         Were a younger decode row placed before an older prefill, the two could preempt each other for ever.
         """
         counts: dict[Sequence, int] = {}
+        kept: dict[Sequence, int] = {}
         for sequence in sorted(self.running, key=lambda member: (member.in_prefill, member.order)):
             counts[sequence] = self._next_count(sequence, budget)
             budget -= counts[sequence]
+            kept[sequence] = min(len(sequence.drafts), budget)
+            budget -= kept[sequence]
         for sequence in sorted(self.running, key=lambda member: member.order):
             count = counts[sequence]
+            budget += kept[sequence]
             if sequence.state is not SequenceState.RUNNING or not count:
                 continue  # preempted for one before it in this very loop, or beyond the budget
             while not self.manager.allocate(sequence, sequence.num_computed + count + self.drafting.ahead):
@@ -205,10 +210,10 @@ class Scheduler:
         return sequence.drafts[: max(0, most)] if self.drafting.by_model else lookup(sequence.tokens, most)
 
     def _num_proposals(self, sequence: Sequence, end: int) -> int:
-        """Drafts to ask the draft model for behind a step over tokens up to `end`, drafts included; with blocks for
-        them if there are any, without which it makes fewer."""
-        request, most = sequence.request, self.drafting.num_tokens
-        most = min(most, request.max_tokens - sequence.num_generated - 2)
+        """Drafts to ask the draft model for behind a step over tokens up to `end`, drafts included: as many as the next
+        step can verify, with blocks for them if there are any, without which it makes fewer."""
+        request, shared = sequence.request, self.max_tokens // max(1, len(self.running)) - 1
+        most = min(self.drafting.num_tokens, request.max_tokens - sequence.num_generated - 2, shared)
         if not self.drafting.by_model or most <= 0:
             return 0
         last = sequence.prompt_length + request.max_tokens

@@ -246,8 +246,9 @@ class KVCacheStore:
 
     @property
     def _readers(self) -> str:
-        """Those who read the same objects: blocks of a rank are its number of ranks' alone."""
-        shared = any(entry.cache.layout.replicated for entries in self._entries.values() for entry in entries)
+        """Those who read the same objects of the target: blocks of a rank are its number of ranks' alone. No answer
+        depends on a draft's bits."""
+        shared = next(iter(self._entries.values()))[0].cache.layout.replicated
         return "mla" if shared else f"tp{self._config.tp_size}"
 
     @property

@@ -62,7 +62,8 @@ class ModelRunner:
     Ranks other than 0 compute all they are asked for; they return tokens only if `everywhere`, and then rank 0's.
 
     `head_of`: this is the multi-token prediction head in the checkpoint of that one, which stays the owner of what they
-    share. `keeps_hidden`: `hidden_of` can be asked after a step, for which all rows go through the last layer.
+    share. `block_size` 0: as configured. `keeps_hidden`: `hidden_of` can be asked after a step, for which all rows go
+    through the last layer.
 
     Raises:
         ConfigError: the folder holds no model that can run as asked.
@@ -77,6 +78,7 @@ class ModelRunner:
         parallel: TensorParallel | None = None,
         role: CacheRole = CacheRole.TARGET,
         head_of: ModelRunner | None = None,
+        block_size: int = 0,
     ) -> None:
         self.everywhere = self.keeps_hidden = False
         self._role = role
@@ -86,7 +88,7 @@ class ModelRunner:
         torch.set_num_threads(self.platform.torch_threads(config))
         self.hf_config = _model_config(config)
         self.dtype = _dtype(config, self.hf_config)
-        self.block_size = config.block_size or self.platform.default_block_size
+        self.block_size = block_size or config.block_size or self.platform.default_block_size
         self.max_model_len = _max_model_len(config, self.hf_config)
         self.vocab_size = int(self.hf_config.vocab_size)
         self.eos_token_ids = _eos_token_ids(Path(config.model), self.hf_config)
@@ -161,15 +163,16 @@ class ModelRunner:
         return _accepted([sequence for sequence, _ in drawn], output)
 
     def hidden_of(self, index: int, count: int) -> torch.Tensor:
-        """Final hidden states [count, hidden], normed, of the first rows of sequence `index` of the last plan."""
-        return self._normed(self._hidden[self._places[index] :][:count])
+        """Final hidden states [count, hidden] of the first rows of sequence `index` of the last plan, not normed."""
+        return self._hidden[self._places[index] :][:count]
 
     def hidden_drawn_from(self) -> torch.Tensor:
         """Those of the rows that the last step sampled from [sampled rows, hidden]."""
-        return self._normed(self._hidden[self._drawn])
+        return self._hidden[self._drawn]
 
     @torch.inference_mode()
-    def _normed(self, hidden: torch.Tensor) -> torch.Tensor:
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final hidden states as a multi-token prediction head takes them."""
         assert isinstance(self._model, Decoder)
         return self._model.normed(hidden)
 
@@ -326,9 +329,8 @@ class ModelRunner:
             decode = [*prefill, model.head]
             details["prefill_tiles"] = {_label(i): list(i.prefill.sizes) for i in prefill if i.prefill}
             details["decode_rows"] = {_label(i): list(i.decode.sizes) for i in decode if i.decode}
-            details["parameter_bytes"] = sum(i.nbytes for i in decode) + (
-                0 if model.spec.tied else model.embedding.nbytes
-            )
+            own = sum(i.nbytes for i in decode) + (0 if model.spec.tied else model.embedding.nbytes)
+            details["parameter_bytes"] = sum(i.nbytes for i in prefill) if model.join else own
         else:
             details["parameter_bytes"] = model.nbytes
         details["numerics_id"] = _numerics_id(details)

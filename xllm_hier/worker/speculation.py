@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -66,6 +67,7 @@ class DraftModel:
         self.component = component
         self.is_head = is_head
         self._target = target
+        self.going_on_s = 0.0
         target.everywhere = runner.everywhere = True
         target.keeps_hidden = is_head
 
@@ -81,16 +83,15 @@ class DraftModel:
         is_head = config.speculative_algorithm == "mtp"
         more: dict[str, Any] = {"platform": target.platform, "parallel": target.parallel, "role": CacheRole.DRAFT}
         component = draft_component(config.speculative_algorithm, config.draft_model)
-        # Its blocks are the target's, number by number.
-        own = dataclasses.replace(config, block_size=target.block_size)
+        more["block_size"] = target.block_size  # its blocks are the target's, number by number
         if is_head:
-            runner = ModelRunner(own, progress=progress, head_of=target, **more)
+            runner = ModelRunner(config, progress=progress, head_of=target, **more)
         else:
             folder = Path(config.draft_model)
-            facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             check_same_tokenizer(config.tokenizer_folder, folder, target.vocab_size)
-            longest = min(target.max_model_len, facts.get("max_position_embeddings") or target.max_model_len)
-            own = dataclasses.replace(own, model=config.draft_model, max_model_len=longest)
+            longest = _facts(folder).get("max_position_embeddings") or target.max_model_len
+            longest = min(target.max_model_len, longest)
+            own = dataclasses.replace(config, model=config.draft_model, max_model_len=longest)
             try:
                 runner = ModelRunner(own, progress=progress, **more)
             except ConfigError as error:
@@ -107,12 +108,16 @@ class DraftModel:
     def propose(self, plan: Forward, output: ModelOutput) -> list[Ints]:
         """Take in what `output` made known and draft on: tokens for each sequence that was sampled from, in its order.
 
-        The target's runner must have computed `plan` last.
+        The target's runner must have computed `plan` last. `going_on_s` is then what the drafts behind the first took,
+        which is no price of the step's tokens.
         """
         works, sampled = self._works(plan, output)
+        self.going_on_s = 0.0
         if works:
             self._take_in(works)
+            start = time.perf_counter()
             self._go_on([work for work in works if work.num_proposals])
+            self.going_on_s = time.perf_counter() - start
         return [ints(work.proposals if work is not None else []) for work in sampled]
 
     def _works(self, plan: Forward, output: ModelOutput) -> tuple[list[_Work], list[_Work | None]]:
@@ -142,15 +147,15 @@ class DraftModel:
             return None
         # Which path a row takes is the target's rule: one for the prompt's tokens, the other for generated ones.
         num_decoded = len(tokens)
+        end = first + len(tokens)
+        whole = end == sequence.start + len(known)  # else the draft model's longest context ends before
         if isinstance(sequence, PrefillSequence):
-            num_decoded = min(num_decoded, bool(drawn) or sequence.next_generated)
+            num_decoded = int(whole and (bool(drawn) or sequence.next_generated))
         hidden = None
         if self.is_head:
             before = first - 1 - sequence.start  # the row whose hidden state the first token takes
             assert before >= 0, "a head needs the row before its first"
             hidden = self._target.hidden_of(index, before + len(tokens))[before:]
-        end = first + len(tokens)
-        whole = end == sequence.start + len(known)  # else the draft model's longest context ends before
         room = min(len(sequence.block_table) * self.runner.block_size, limit) - end + 1
         wanted = min(sequence.num_proposals, room) if drawn and whole else 0
         sampling = None
@@ -177,14 +182,14 @@ class DraftModel:
                 else:
                     decode.append(DecodeSequence(start, self._ids(tokens), work.table, work.sampling, work.draw))
         rows = [*given[True], *given[False]]
-        plan = Forward(0, [], prefill, decode)
-        drawn = self.runner.forward(plan, _no_wait, torch.cat(rows) if rows else None)
+        hidden = self._target.normed(torch.cat(rows)) if rows else None
+        drawn = self.runner.forward(Forward(0, [], prefill, decode), _no_wait, hidden)
         self._collect([work for work in works if work.num_proposals], drawn)
 
     def _go_on(self, works: list[_Work]) -> None:
         """The drafts behind the first, all sequences' next ones together."""
         number = 1
-        hidden = self.runner.hidden_drawn_from() if self.is_head and works else None
+        hidden = self._own_hidden() if works else None
         while True:
             going = [place for place, work in enumerate(works) if len(work.proposals) == number < work.num_proposals]
             if not going:
@@ -202,9 +207,13 @@ class DraftModel:
             ]
             given = hidden[going] if hidden is not None else None
             drawn = self.runner.forward(Forward(0, [], [], rows), _no_wait, given)
-            hidden = self.runner.hidden_drawn_from() if self.is_head else None
+            hidden = self._own_hidden()
             self._collect(works, drawn)
             number += 1
+
+    def _own_hidden(self) -> torch.Tensor | None:
+        """What the head made of the rows it drew from last: it takes the target's place from the second draft on."""
+        return self.runner.normed(self.runner.hidden_drawn_from()) if self.is_head else None
 
     def _collect(self, works: list[_Work], drawn: ModelOutput) -> None:
         for work, token in zip(works, drawn.token_ids, strict=True):
@@ -236,7 +245,7 @@ def check_same_tokenizer(target: Path, draft: Path, vocab_size: int) -> None:
     """
     theirs, ours = _vocabulary(draft), _vocabulary(target)
     if theirs is None or ours is None:
-        size = json.loads((draft / "config.json").read_text(encoding="utf-8")).get("vocab_size")
+        size = _facts(draft).get("vocab_size")
         if size != vocab_size:
             raise ConfigError(
                 "draft_model", str(draft), f"a model of {vocab_size} tokens, as the target has (it has {size})"
@@ -246,6 +255,17 @@ def check_same_tokenizer(target: Path, draft: Path, vocab_size: int) -> None:
         raise ConfigError(
             "draft_model", str(draft), f"a model with the target's tokenizer ({different} tokens are others)"
         )
+
+
+def _facts(folder: Path) -> dict[str, Any]:
+    """The draft model's config.json. Raises ConfigError when there is none."""
+    try:
+        facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError("draft_model", str(folder), f"a folder with a readable config.json ({error})") from error
+    if not isinstance(facts, dict):
+        raise ConfigError("draft_model", str(folder), "a folder whose config.json is a mapping")
+    return facts
 
 
 def _vocabulary(folder: Path) -> dict[str, int] | None:

@@ -22,7 +22,7 @@ import xxhash
 
 from ..errors import StoreError
 from ..models.identity import ModelIdentity
-from ..store_key import identity_key, numerics_key
+from ..store_key import MAIN, identity_key, numerics_key
 from .mooncake_client import MooncakeClient
 from .transfer_stats import TransferStats
 
@@ -93,8 +93,9 @@ class StoreMarks:
                 theirs = self._settled(identity_key(self._name_space, component), ours)
             difference = ours.difference(theirs)
             if difference:
+                what = "model" if component == MAIN else f"draft model for {component}"
                 return (
-                    f"the store holds KV of another model under model id {self._name_space!r}: "
+                    f"the store holds KV of another {what} under model id {self._name_space!r}: "
                     f"other {difference} (here {ours.text}; there {theirs})"
                 )
         return ""

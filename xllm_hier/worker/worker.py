@@ -245,6 +245,7 @@ class Worker:
         except Exception as failure:  # the step's requests fail, the instance lives on
             log.exception("step %d failed", plan.step_id)
             error = f"{type(failure).__name__}: {failure}"
+        draft_s = self.draft.going_on_s if self.draft is not None and error is None else 0.0
         failed = waiter.finish()
         unknown = set(plan.batch_ids) - {load.batch_id for load in loads}
         return ForwardOutput(
@@ -254,12 +255,13 @@ class Worker:
             output.logprobs,
             output.prompt_logprobs,
             sorted({*failed, *unknown}),
-            time.perf_counter() - start - waiter.waited_s,
+            time.perf_counter() - start - waiter.waited_s - draft_s,
             waiter.waited_s,
             error,
             self._digest.view(plan, [load.batch_id for load in loads], self.parallel.calls),
             None if output.num_tokens is None else ints(output.num_tokens),
             proposals,
+            draft_s,
         )
 
 
