@@ -15,11 +15,13 @@ import httpx
 import pytest
 import torch
 from serving import Server, running_store, store_flags, wait_for
+from simulation.world import World
 from tiny_models import VOCAB, Driver, add_head, blurred, first_layers, generated, make, prompt_part, random_table
 
 from xllm_hier.config import EngineConfig
 from xllm_hier.embedded_store import EmbeddedStore
 from xllm_hier.engine.drafts import DraftCounts
+from xllm_hier.engine.scheduler import Step
 from xllm_hier.errors import ConfigError
 from xllm_hier.plans import SamplingSpec
 from xllm_hier.store_key import draft_component
@@ -411,6 +413,35 @@ def test_drafts_that_cannot_be_had_are_refused_with_what_can(tmp_path: Path) -> 
 
 
 # ------------------------------------------------------------------------------------------------- counting
+
+
+def test_no_more_is_drafted_than_the_next_step_can_verify_and_a_long_prompt_does_not_take_its_place() -> None:
+    """A draft of a model costs a forward; one that finds no room in the next step was for nothing."""
+    world = World(draft="model", num_drafts=4, num_device=200, num_host=0, store=False, max_tokens=16, chunk_tokens=16)
+    made = 0
+    schedule = world.scheduler.schedule
+
+    def watched() -> Step | None:
+        nonlocal made
+        step = schedule()
+        made += sum(row.num_proposals for row in step.plan.decode) if step is not None else 0
+        return step
+
+    world.scheduler.schedule = watched  # type: ignore[method-assign]
+    for name in ("a", "b"):
+        world.add(name, [ord(name) % 50, 2, 3], 60)
+    world.run(lambda: all(sequence.num_generated > 4 for sequence in world.scheduler.running))
+    world.add("long", [number % 50 for number in range(400)], 1)
+    made, before = 0, sum(world.scheduler.drafts.drafted.values())
+    world.run(lambda: len(world.scheduler.running) == 3)
+    world.run(lambda: len(world.scheduler.running) < 3)
+    verified = sum(world.scheduler.drafts.drafted.values()) - before
+    assert made > 20 and verified > 0.7 * made
+    world.run()
+    alone = World(draft="model", num_drafts=4, num_device=50, num_host=0, store=False, max_tokens=1, chunk_tokens=1)
+    alone.add("a", [1, 2, 3], 20)
+    alone.run()
+    assert sum(alone.scheduler.drafts.drafted.values()) == 0
 
 
 def test_the_alarm_sounds_when_warm_drafts_are_right_less_often_beyond_chance() -> None:

@@ -329,8 +329,8 @@ class ModelRunner:
             decode = [*prefill, model.head]
             details["prefill_tiles"] = {_label(i): list(i.prefill.sizes) for i in prefill if i.prefill}
             details["decode_rows"] = {_label(i): list(i.decode.sizes) for i in decode if i.decode}
-            own = sum(i.nbytes for i in decode) + (0 if model.spec.tied else model.embedding.nbytes)
-            details["parameter_bytes"] = sum(i.nbytes for i in prefill) if model.join else own
+            everything = sum(i.nbytes for i in decode) + (0 if model.spec.tied else model.embedding.nbytes)
+            details["parameter_bytes"] = sum(i.nbytes for i in prefill) if model.join else everything
         else:
             details["parameter_bytes"] = model.nbytes
         details["numerics_id"] = _numerics_id(details)
