@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,7 @@ def floor_of(name: str) -> int:
     raise AssertionError(f"{name} stands on no floor")
 
 
+@functools.cache
 def imports_of(name: str) -> set[str]:
     """Own modules that `name` imports anywhere: lazily, for types only, in functions."""
     found = set()
