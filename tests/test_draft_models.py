@@ -247,12 +247,33 @@ def test_a_restarted_instance_finds_both_halves_and_one_with_another_draft_finds
         assert answer.bits == expected and answer.cached == (0, 0, 0)
 
 
+def test_a_draft_that_was_trained_anew_in_its_place_is_another_one_and_the_store_stays_attached(
+    tmp_path: Path,
+) -> None:
+    target, draft = make(tmp_path / "target", "llama"), make(tmp_path / "draft", "llama", seed=1)
+    flags = ["--num_speculative_tokens=2", "--speculative_algorithm=draft_model", f"--draft_model={draft}"]
+    prompt = repetitive(3, 90)
+    with running_store(tmp_path) as store:
+        with Server(target, *FLAGS, *flags, *store_flags(store)) as before:
+            expected = before.ask(prompt, 10).bits
+            before.wait_quiet()
+        make(draft, "llama", seed=2)
+        with Server(target, *FLAGS, *flags, *store_flags(store)) as after:
+            answer = after.ask(prompt, 10)
+            assert answer.bits == expected and answer.cached == (0, 0, 0)
+            assert after.health()["store"] == "attached"
+            after.wait_quiet()
+            after.clear("device", "host")
+            assert after.ask(prompt, 10).cached == (0, 0, 80)
+
+
 def test_the_draft_of_a_folder_is_named_by_its_path_however_it_is_written(tmp_path: Path) -> None:
     one = draft_component("draft_model", f"{tmp_path}/small")
     assert one.startswith("spec_draft::draft_model::small::")
     assert one == draft_component("draft_model", f"{tmp_path}/other/../small/")
     others = {draft_component("draft_model", f"{tmp_path}/x/small"), draft_component("mtp"), draft_component("eagle")}
-    assert len(others | {one}) == 4 and draft_component("mtp") == "spec_draft::mtp::embedded"
+    others |= {draft_component("draft_model", f"{tmp_path}/small", weights) for weights in ("before", "after")}
+    assert len(others | {one}) == 6 and draft_component("mtp") == "spec_draft::mtp::embedded"
 
 
 # --------------------------------------------------------------------------------------------- distribution

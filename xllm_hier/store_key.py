@@ -24,13 +24,13 @@ def _text(value: str) -> str:
     return f"{len(encoded)}.{encoded}"
 
 
-def draft_component(algorithm: str, draft_path: str = "") -> str:
-    """`key_component` of a draft's caches: embedded without a path, else folder name and digest of the real path, to
-    which links are followed."""
+def draft_component(algorithm: str, draft_path: str = "", identity: str = "") -> str:
+    """`key_component` of a draft's caches: embedded without a path, else folder name and a digest of the real path, to
+    which links are followed, and of the `identity` of the weights there: a draft that was trained anew is another."""
     if not draft_path:
         return f"spec_draft::{algorithm}::embedded"
     path = os.path.realpath(draft_path)
-    digest = hashlib.blake2b(path.encode(), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(f"{path}\0{identity}".encode() if identity else path.encode(), digest_size=8).hexdigest()
     return f"spec_draft::{algorithm}::{os.path.basename(path)}::{digest}"
 
 

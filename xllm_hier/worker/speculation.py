@@ -82,7 +82,6 @@ class DraftModel:
             return None
         is_head = config.speculative_algorithm == "mtp"
         more: dict[str, Any] = {"platform": target.platform, "parallel": target.parallel, "role": CacheRole.DRAFT}
-        component = draft_component(config.speculative_algorithm, config.draft_model)
         more["block_size"] = target.block_size  # its blocks are the target's, number by number
         if is_head:
             runner = ModelRunner(config, progress=progress, head_of=target, **more)
@@ -96,6 +95,9 @@ class DraftModel:
                 runner = ModelRunner(own, progress=progress, **more)
             except ConfigError as error:
                 raise ConfigError("draft_model", config.draft_model, f"one that can run here ({error})") from error
+        component = draft_component(
+            config.speculative_algorithm, config.draft_model, "" if is_head else runner.identity.text
+        )
         return cls(target, runner, component, is_head=is_head)
 
     @property
