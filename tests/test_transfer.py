@@ -17,6 +17,7 @@ from xllm_hier.block import BlockLayout, BlockType, CacheLayout, CacheRole, Tens
 from xllm_hier.config import EngineConfig
 from xllm_hier.errors import InvariantError, TransferError
 from xllm_hier.plans import BlockMapping, OffloadCopied, OffloadStored, TransferBlocks, TransferKvBlocks, ints
+from xllm_hier.store_key import draft_component
 from xllm_hier.worker.cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes
 from xllm_hier.worker.kv_cache_store import trailer_mismatch, write_trailer
 from xllm_hier.worker.kv_cache_transfer import HierarchyKVCacheTransfer
@@ -34,41 +35,48 @@ def native() -> NativeCopier:
 
 @dataclass
 class World:
-    """A transfer over small caches; `answers` is what the engine would receive."""
+    """A transfer over small caches; `answers` is what the engine would receive. With `draft_layers` a draft model's
+    blocks, of another shape and dtype, go along with those of the same number."""
 
     copier: Copier
     layers: int = 7
     dtype: str = "bfloat16"
+    draft_layers: int = 0
     answers: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         tensors = tuple(TensorSpec(role, self.dtype, (16, 3, 20)) for role in ("key", "value"))
-        layout = BlockLayout(BlockType.KV, 16, tuple(range(self.layers)), tensors)
-        self.device = allocate_device_cache(layout, NUM_DEVICE, torch.device("cpu"))
-        self.cache = BlockCache(layout, [as_bytes(layer) for layer in self.device])
-        domain = CacheDomain(CacheRole.TARGET, "main", CacheLayout(CacheRole.TARGET, (layout,)))
-        domain.caches[BlockType.KV] = self.cache
+        domains = [domain_of(CacheRole.TARGET, "main", self.layers, tensors)]
+        if self.draft_layers:
+            latent = (TensorSpec("latent", "float32", (16, 9)),)
+            domains.append(domain_of(CacheRole.DRAFT, draft_component("mtp"), self.draft_layers, latent))
+        self.caches = [domain.caches[BlockType.KV] for domain in domains]
+        self.cache = self.caches[0]
         config = EngineConfig(model="tiny", host_blocks_factor=2.0, layers_wise_copy_batchs=3, worker_timeout_s=LIMIT_S)
         self.stats = TransferStats()
         self.transfer = HierarchyKVCacheTransfer(config, 0, self.stats, self.answers.append, copier=self.copier)
-        self.transfer.register(domain)
+        for domain in domains:
+            self.transfer.register(domain)
         self.transfer.build(NUM_HOST)
-        assert self.cache.host is not None
-        self.cache.host.fill_(0xFF)  # NaN in every float type: what nobody wrote must not pass for KV
+        for cache in self.caches:
+            assert cache.host is not None
+            cache.host.fill_(0xFF)  # NaN in every float type: what nobody wrote must not pass for KV
         self.fill(1)
 
     def fill(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        for layer in self.cache.device:
-            layer.copy_(torch.randint(0, 256, layer.shape, dtype=torch.uint8, generator=generator))
+        for cache in self.caches:
+            for layer in cache.device:
+                layer.copy_(torch.randint(0, 256, layer.shape, dtype=torch.uint8, generator=generator))
 
-    def bytes_of(self, blocks: Sequence[int]) -> torch.Tensor:
-        return torch.stack([layer[list(blocks)] for layer in self.cache.device])
+    def bytes_of(self, blocks: Sequence[int], cache: BlockCache | None = None) -> torch.Tensor:
+        return torch.stack([layer[list(blocks)] for layer in (cache or self.cache).device])
 
     def prove(self) -> None:
         """Give every host block the trailer of its place, as if a write-back had filled it."""
-        for block in range(NUM_HOST):
-            write_trailer(self.cache, block, bytes([block]) * 16)
+        for cache in self.caches:
+            for block in range(NUM_HOST):
+                write_trailer(cache, block, bytes([block]) * 16)
 
     def answer(self, kind: type) -> Any:
         end = time.monotonic() + LIMIT_S
@@ -81,14 +89,24 @@ class World:
         raise AssertionError(f"no {kind.__name__}")
 
     def offload(self, device: Sequence[int], host: Sequence[int], transfer_id: int = 1) -> OffloadCopied:
-        self.transfer.offload(TransferKvBlocks(transfer_id, [mapping(device, host)]))
+        moved = [mapping(device, host)]
+        self.transfer.offload(TransferKvBlocks(transfer_id, moved, moved if self.draft_layers else []))
         copied: OffloadCopied = self.answer(OffloadCopied)
         self.answer(OffloadStored)
         return copied
 
     def load(self, device: Sequence[int], host: Sequence[int], batch_id: int = 1) -> LoadWaiter:
-        assert self.transfer.load_from_host(TransferBlocks(batch_id, [mapping(device, host)])) == len(device)
+        moved = [mapping(device, host)]
+        plan = TransferBlocks(batch_id, moved, moved if self.draft_layers else [])
+        assert self.transfer.load_from_host(plan) == len(device), "logical blocks, however many domains they have"
         return LoadWaiter(self.transfer.attach_loads(), LIMIT_S)
+
+
+def domain_of(role: CacheRole, component: str, layers: int, tensors: tuple[TensorSpec, ...]) -> CacheDomain:
+    layout = BlockLayout(BlockType.KV, 16, tuple(range(layers)), tensors)
+    device = allocate_device_cache(layout, NUM_DEVICE, torch.device("cpu"))
+    cache = BlockCache(layout, [as_bytes(layer) for layer in device])
+    return CacheDomain(role, component, CacheLayout(role, (layout,)), {BlockType.KV: cache})
 
 
 def mapping(device: Sequence[int], host: Sequence[int]) -> BlockMapping:
@@ -346,6 +364,41 @@ def test_a_copy_outside_the_caches_is_refused_and_counted(worlds: Callable[..., 
     assert world.offload([NUM_DEVICE], [0]).num_blocks == 0
     assert world.offload([0], [NUM_HOST]).num_blocks == 0
     assert world.load([NUM_DEVICE], [0], batch_id=3).finish() == [3]
+
+
+@pytest.mark.parametrize(("layers", "draft_layers"), [(7, 1), (7, 7), (2, 5), (1, 9)])
+def test_a_drafts_blocks_travel_with_the_targets_whichever_has_more_layers(
+    worlds: Callable[..., World], make_copier: Callable[[], Copier], layers: int, draft_layers: int
+) -> None:
+    """Once the target's last layer is there, so is all of the draft: it runs behind it and waits for nothing."""
+    world = worlds(make_copier(), layers=layers, draft_layers=draft_layers)
+    device, host, target = [3, 0, 7], [5, 11, 2], [1, 8, 4]
+    expected = [world.bytes_of(device, cache) for cache in world.caches]
+    assert world.offload(device, host).num_blocks == 3
+    world.fill(2)
+    waiter = world.load(target, host)
+    waiter(layers - 1)
+    for cache, before in zip(world.caches, expected, strict=True):
+        assert torch.equal(world.bytes_of(target, cache), before)
+    assert waiter.finish() == []
+
+
+@pytest.mark.parametrize("wrong", ["payload", "name"])
+@pytest.mark.parametrize("half", [0, 1], ids=["the target's", "the draft's"])
+def test_one_half_of_a_host_block_that_is_not_what_was_written_fails_the_load_of_both(
+    worlds: Callable[..., World], make_copier: Callable[[], Copier], half: int, wrong: str
+) -> None:
+    world = worlds(make_copier(), draft_layers=2)
+    world.offload([3, 0], [5, 11])
+    cache = world.caches[half]
+    if wrong == "payload":
+        cache.payload(11)[77] ^= 1
+    else:
+        write_trailer(cache, 11, b"another block's!")
+    waiter = world.load([1, 8], [5, 11])
+    assert waiter.finish() == [1]
+    causes = {cause for kind, cause, count in world.stats.snapshot()["transfer_failures"] if kind == "h2d" and count}
+    assert causes == {"checksum" if wrong == "payload" else "block_hash"}
 
 
 def test_draft_mappings_without_a_draft_domain_are_refused(worlds: Callable[..., World]) -> None:
