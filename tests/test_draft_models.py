@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import concurrent.futures
 import itertools
+import json
 import random
+import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,11 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from serving import Server, running_store, store_flags, wait_for
 from simulation.world import World
 from tiny_models import VOCAB, Driver, add_head, blurred, first_layers, generated, make, prompt_part, random_table
+from transformers import PreTrainedTokenizerFast
 
 from xllm_hier.config import EngineConfig
 from xllm_hier.embedded_store import EmbeddedStore
@@ -25,7 +29,7 @@ from xllm_hier.engine.scheduler import Step
 from xllm_hier.errors import ConfigError
 from xllm_hier.plans import SamplingSpec
 from xllm_hier.store_key import draft_component
-from xllm_hier.worker.speculation import DraftModel
+from xllm_hier.worker.speculation import DraftModel, check_same_tokenizer
 
 FLAGS = ["--block_size=16", "--max_cache_size=8MB", "--check_invariants"]
 DRAFTS = 3
@@ -431,6 +435,67 @@ def test_drafts_that_cannot_be_had_are_refused_with_what_can(tmp_path: Path) -> 
     ):
         with pytest.raises(ConfigError, match=name.replace("|", "[|]")):
             EngineConfig(model="m", **settings)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------ vocabularies
+
+
+def vocabulary(folder: Path, size: int) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": size}))
+    return folder
+
+
+def give_tokenizer(folder: Path, words: Sequence[str]) -> Path:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    ids = {word: number for number, word in enumerate(words)}
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(ids, unk_token="a"))).save_pretrained(folder)
+    return folder
+
+
+def test_without_tokenizers_the_sizes_of_the_vocabularies_decide(tmp_path: Path) -> None:
+    target, same, other = (vocabulary(tmp_path / name, size) for name, size in (("t", 9), ("s", 9), ("o", 8)))
+    check_same_tokenizer(target, same, 9)
+    with pytest.raises(ConfigError, match="a model of 9 tokens, as the target has") as caught:
+        check_same_tokenizer(target, other, 9)
+    assert caught.value.name == "draft_model"
+    check_same_tokenizer(give_tokenizer(target, "abcd"), same, 9)  # one alone says nothing of the other
+
+
+def test_with_tokenizers_every_token_must_be_the_same(tmp_path: Path) -> None:
+    target, same, other = (vocabulary(tmp_path / name, 9) for name in ("t", "s", "o"))
+    give_tokenizer(target, "abcd")
+    check_same_tokenizer(target, give_tokenizer(same, "abcd"), 9)
+    with pytest.raises(ConfigError, match="2 tokens are others") as caught:
+        check_same_tokenizer(target, give_tokenizer(other, "abdc"), 9)
+    assert caught.value.name == "draft_model"
+    shutil.rmtree(other)
+    check_same_tokenizer(target, give_tokenizer(vocabulary(other, 12), "abcd"), 9)  # a padded matrix is no difference
+
+
+def test_a_token_that_only_one_of_both_knows_is_neither_drafted_nor_a_fault(tmp_path: Path) -> None:
+    """One tokenizer, and matrices padded to other sizes: the draft's padding is no token of the target, and prompts of
+    token ids may name what the draft has no row for."""
+    target = give_tokenizer(make(tmp_path / "target", "llama"), "abcd")
+    wider = give_tokenizer(make(tmp_path / "wider", "llama", vocab_size=VOCAB + 20), "abcd")
+    path = wider / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"][VOCAB:] *= 100.0
+    save_file(tensors, path, {"format": "pt"})
+    narrower = give_tokenizer(make(tmp_path / "narrower", "llama", vocab_size=VOCAB - 20), "abcd")
+    made = {}
+    for folder in (wider, narrower):
+        driver = Driver(target, num_speculative_tokens=3, speculative_algorithm="draft_model", draft_model=str(folder))
+        draft = DraftModel.load(driver.config, driver.runner, progress=False)
+        assert draft is not None
+        driver.bind_draft(draft.runner)
+        prompt = [*repetitive(1, 20), VOCAB - 1]
+        output = driver.step([prompt_part(prompt, random_table(3), draft_from=0, num_proposals=3)])
+        (made[folder],) = draft.propose(driver.plan, output)
+    assert draft.runner.last_logits.shape[1] == VOCAB - 20
+    assert len(made[wider]) == 0 and len(made[narrower]) == 3
 
 
 # ------------------------------------------------------------------------------------------------- counting

@@ -361,6 +361,14 @@ def test_an_identity_that_another_rank_is_still_writing_is_waited_for(
     assert len(pauses) == 10
 
 
+def test_who_reads_the_same_objects_is_told_by_the_target_alone(rank_with: Any) -> None:
+    """A draft whose ranks share their blocks makes no difference: no answer depends on a draft's bits."""
+    shared = dataclasses.replace(laws.DRAFT_LAYOUT, replicated=True)
+    assert rank_with(laws.MAIN_DOMAIN, (CacheRole.DRAFT, laws.DRAFT_DOMAIN[1], shared)).store._readers == "tp1"
+    latents = dataclasses.replace(laws.LAYOUT, replicated=True)
+    assert rank_with((CacheRole.TARGET, MAIN, latents), laws.DRAFT_DOMAIN).store._readers == "mla"
+
+
 def test_the_name_space_regex_takes_the_marks_of_one_model_along() -> None:
     for name in ("m.1", "a(b)"):
         for key in (identity_key(name, MAIN), numerics_key(name, "tp1", "any")):

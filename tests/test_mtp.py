@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,16 +12,16 @@ import pytest
 import tiny_models
 import torch
 import torch.nn.functional as F
+from mtp_reference import Reference
 from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB, Driver, generated, make, prompt_part, random_prompt, random_table
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from xllm_hier.config import EngineConfig
 from xllm_hier.errors import ConfigError
 from xllm_hier.plans import DecodeSequence, Forward, PrefillSequence, SamplingSpec
 from xllm_hier.worker.model_runner import ModelOutput, ModelRunner
 from xllm_hier.worker.sampler import sample
-from xllm_hier.worker.speculation import DraftModel, check_same_tokenizer
+from xllm_hier.worker.speculation import DraftModel
 
 BLOCK = 16
 NUM_DRAFTS = 3
@@ -43,97 +41,6 @@ CACHES = ["llama", "qwen3", "deepseek_v3"]  # one for each kind of cache and of 
 def make_case(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> Path:
     family, changes, qwen_names = CASES[name]
     return tiny_models.add_head(make(folder, family, dtype, **changes), qwen_names=qwen_names)
-
-
-# ------------------------------------------------------------------------------------------- a reference of it
-
-
-class Reference:
-    """The target and the head's one layer in transformers' modules, the rest in plain torch; batches of equal length.
-
-    `tensors` are the head's own, by their names in the checkpoint.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, attn_implementation="eager", dtype=torch.float32
-        ).eval()
-        self.config = self.model.config
-        stored = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
-        behind = f"model.layers.{self.config.num_hidden_layers}."
-        self.prefix, self.names = behind, [behind + name for name in ("eh_proj", "enorm", "hnorm", "shared_head.norm")]
-        if "mtp.fc.weight" in stored:
-            self.prefix = "mtp.layers.0."
-            self.names = ["mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"]
-        joins = [f"{name}.weight" for name in self.names]
-        self.joins = [torch.nn.Parameter(stored.pop(name)) for name in joins]
-        self.layer: Any = type(self.model.model.layers[-1])(self.config, layer_idx=self.config.num_hidden_layers - 1)
-        self.layer.load_state_dict(_with_packed_experts(stored, self.prefix))
-        self.layer.eval()
-
-    @property
-    def tensors(self) -> dict[str, torch.nn.Parameter]:
-        own = {f"{self.prefix}{name}": parameter for name, parameter in self.layer.named_parameters()}
-        return own | {f"{name}.weight": weight for name, weight in zip(self.names, self.joins, strict=True)}
-
-    @torch.no_grad()
-    def states(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The target's final hidden states [batch, n, hidden], normed, at every position."""
-        states: torch.Tensor = self.model.model(tokens).last_hidden_state
-        return states
-
-    def head(self, tokens: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """The head's own final hidden states, normed, of tokens [batch, n] and the states before each of them."""
-        join, embedding_norm, hidden_norm, final_norm = self.joins
-        embedded = self.model.model.embed_tokens(tokens)
-        hidden = F.linear(torch.cat([self._norm(embedded, embedding_norm), self._norm(before, hidden_norm)], -1), join)
-        length = tokens.shape[1]
-        places = torch.arange(1, length + 1)[None]
-        mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
-        angles = self.model.model.rotary_emb(hidden, places)
-        return self._norm(
-            self.layer(hidden, attention_mask=mask, position_ids=places, position_embeddings=angles), final_norm
-        )
-
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.model.lm_head(states)
-        return logits
-
-    @torch.no_grad()
-    def draft(self, known: Sequence[int], count: int) -> list[torch.Tensor]:
-        """Logits [vocab] of each of `count` drafts behind the known tokens, each the most likely one."""
-        tokens, states = torch.tensor(known)[None], self.states(torch.tensor(known)[None])[:, :-1]
-        found = []
-        for _ in range(count):
-            own = self.head(tokens[:, 1:], states)[:, -1:]
-            found.append(self.logits(own)[0, 0])
-            tokens = torch.cat([tokens, found[-1].argmax()[None, None]], dim=1)
-            states = torch.cat([states, own], dim=1)
-        return found
-
-    @torch.no_grad()
-    def go_on(self, tokens: torch.Tensor, count: int) -> torch.Tensor:
-        """The target's greedy continuation of tokens [batch, n], n + count of them."""
-        for _ in range(count):
-            tokens = torch.cat([tokens, self.logits(self.states(tokens)[:, -1:]).argmax(-1)], dim=1)
-        return tokens
-
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
-
-
-def _with_packed_experts(stored: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    """The tensors that begin with `prefix`, as transformers' module has them: all experts in one."""
-    own = {name.removeprefix(prefix): tensor for name, tensor in stored.items() if name.startswith(prefix)}
-
-    def packed(part: str) -> torch.Tensor:
-        count = sum(name.startswith("mlp.experts.") and name.endswith(f"{part}.weight") for name in own)
-        return torch.stack([own.pop(f"mlp.experts.{number}.{part}.weight") for number in range(count)])
-
-    if any(name.startswith("mlp.experts.") for name in own):
-        own["mlp.experts.down_proj"] = packed("down_proj")
-        own["mlp.experts.gate_up_proj"] = torch.cat([packed("gate_proj"), packed("up_proj")], dim=1)
-    return own
 
 
 def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -478,6 +385,30 @@ def at(one: Saved, two: Saved, place: int) -> tuple[torch.Tensor, torch.Tensor]:
     return one.head[0][:, place], two.head[0][:, place]
 
 
+def test_a_row_below_write_from_is_computed_and_leaves_the_shared_block_alone(tmp_path: Path) -> None:
+    """What a restored answer computes again for its hidden state, it computes by the decode path."""
+    pair = Pair(make_case(tmp_path, "llama"))
+    tokens, table = random_prompt(40), random_table(4)
+    pair.step([prompt_part(tokens[:10], table, sampling=None, draft_from=0, next_token=tokens[10])])
+    pair.step([], [generated(tokens[:32], table, 10, sampling=None, draft_from=11, next_token=tokens[32])])
+    for cache in pair.caches:
+        cache[table[1], :, -1] = 7.0
+    pair.step([], [generated(tokens[:34], table, 31, sampling=None, write_from=32, draft_from=32)])
+    for cache in pair.caches:
+        assert (cache[table[1], :, -1] == 7.0).all()
+        assert not cache[table[2], :, :2].isnan().any() and cache[table[2], :, 2:].isnan().all()
+
+
+def test_the_head_counts_its_own_weights_and_not_those_it_shares(tmp_path: Path) -> None:
+    folder = make_case(tmp_path, "llama")
+    matrices = [
+        tensor.numel() * 4
+        for name, tensor in load_file(folder / "model.safetensors").items()
+        if name.startswith("model.layers.2.") and tensor.ndim == 2
+    ]
+    assert Pair(folder).head.runner.details["parameter_bytes"] == sum(matrices)
+
+
 # ------------------------------------------------------------------------------------------- verification
 
 
@@ -672,41 +603,3 @@ def test_without_drafts_or_with_lookup_no_head_is_looked_for(tmp_path: Path) -> 
     folder = make(tmp_path, "llama")
     assert load(folder, num_speculative_tokens=0) is None
     assert load(folder, speculative_algorithm="ngram") is None
-
-
-# ------------------------------------------------------------------------------------------- tokenizers
-
-
-def vocabulary(folder: Path, size: int) -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": size}))
-    return folder
-
-
-def give_tokenizer(folder: Path, words: Sequence[str]) -> Path:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-
-    ids = {word: number for number, word in enumerate(words)}
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(ids, unk_token="a"))).save_pretrained(folder)
-    return folder
-
-
-def test_without_tokenizers_the_sizes_of_the_vocabularies_decide(tmp_path: Path) -> None:
-    target, same, other = (vocabulary(tmp_path / name, size) for name, size in (("t", 9), ("s", 9), ("o", 8)))
-    check_same_tokenizer(target, same, 9)
-    with pytest.raises(ConfigError, match="a model of 9 tokens, as the target has") as caught:
-        check_same_tokenizer(target, other, 9)
-    assert caught.value.name == "draft_model"
-    check_same_tokenizer(give_tokenizer(target, "abcd"), same, 9)  # one alone says nothing of the other
-
-
-def test_with_tokenizers_every_token_must_be_the_same(tmp_path: Path) -> None:
-    target, same, other = (vocabulary(tmp_path / name, 9) for name in ("t", "s", "o"))
-    give_tokenizer(target, "abcd")
-    check_same_tokenizer(target, give_tokenizer(same, "abcd"), 9)
-    with pytest.raises(ConfigError, match="2 tokens are others") as caught:
-        check_same_tokenizer(target, give_tokenizer(other, "abdc"), 9)
-    assert caught.value.name == "draft_model"
-    shutil.rmtree(other)
-    check_same_tokenizer(target, give_tokenizer(vocabulary(other, 12), "abcd"), 9)  # a padded matrix is no difference

@@ -395,8 +395,11 @@ def test_one_half_of_a_host_block_that_is_not_what_was_written_fails_the_load_of
         cache.payload(11)[77] ^= 1
     else:
         write_trailer(cache, 11, b"another block's!")
+    before = [world.bytes_of([1, 8], each) for each in world.caches]
     waiter = world.load([1, 8], [5, 11])
     assert waiter.finish() == [1]
+    if wrong == "name":  # seen before anything is copied, also where payloads are not verified
+        assert all(torch.equal(world.bytes_of([1, 8], c), b) for c, b in zip(world.caches, before, strict=True))
     causes = {cause for kind, cause, count in world.stats.snapshot()["transfer_failures"] if kind == "h2d" and count}
     assert causes == {"checksum" if wrong == "payload" else "block_hash"}
 
