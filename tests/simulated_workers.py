@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from simulation.contents import POISON, next_token, reference, value
-from simulation.ranks import hashes_of
+from simulation.rows import hashes_of
 
 from xllm_hier.engine.audit import Auditor
 from xllm_hier.engine.block_manager import HierarchyBlockManagerPool

@@ -20,7 +20,7 @@ from xllm_hier.engine.sequence import Sequence
 from .contents import is_right
 
 if TYPE_CHECKING:
-    from .ranks import Domain
+    from .domains import Domain
     from .world import World
 
 

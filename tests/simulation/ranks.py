@@ -15,9 +15,8 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any
 
-from xllm_hier.hashing import HASH_BYTES
 from xllm_hier.plans import (
     EQUAL,
     HIT,
@@ -25,15 +24,12 @@ from xllm_hier.plans import (
     UNKNOWN,
     BlocksCompared,
     CompareBlocks,
-    DecodeSequence,
     Forward,
     ForwardOutput,
     OffloadCopied,
     OffloadStored,
     PrefetchAnswer,
     PrefetchFromStorage,
-    PrefillSequence,
-    SamplingSpec,
     TokenLogprob,
     TransferAck,
     TransferBlocks,
@@ -45,137 +41,12 @@ from xllm_hier.plans import (
 )
 
 from .contents import DRAFT, HEAD, POISON, TARGET, VOCABULARY, Contents, Values, is_right, next_token
+from .domains import Claims, Domain, Object, is_named
+from .rows import Drawn, Row, drawn_from, hashes_of, rows_of
 from .timeline import Line, Timeline
 
 BLOCK_BYTES = 64
 MEAN_S = {"load": 0.01, "copy": 0.01, "put": 0.03, "read": 0.03, "forward": 0.02, "travel": 0.001}
-
-
-class Object(NamedTuple):
-    """Payload and trailer of a host block or of a store object; `sound`: the checksum is the payload's."""
-
-    values: Values
-    name: bytes
-    sound: bool = True
-
-
-class Claims:
-    """Blocks of one tier of one rank that some I/O reads or writes just now."""
-
-    def __init__(self, tier: str) -> None:
-        self._tier = tier
-        self.readers: Counter[int] = Counter()
-        self.writers: dict[int, str] = {}
-
-    def read(self, block: int, who: str) -> None:
-        assert block not in self.writers, f"{who} reads {self._tier} {block}, which {self.writers[block]} is writing"
-        self.readers[block] += 1
-
-    def write(self, block: int, who: str) -> None:
-        assert block not in self.writers, f"{who} writes {self._tier} {block}, so does {self.writers[block]}"
-        assert not self.readers[block], f"{who} writes {self._tier} {block} while it is being read"
-        self.writers[block] = who
-
-    def end_read(self, block: int) -> None:
-        self.readers[block] -= 1
-
-    def end_write(self, block: int) -> None:
-        del self.writers[block]
-
-    def busy(self) -> set[int]:
-        return {block for block, count in self.readers.items() if count} | set(self.writers)
-
-
-class Domain:
-    """The blocks of one model on one rank, in all tiers."""
-
-    def __init__(self, number: int, role: str, block_size: int, num_device: int, num_host: int) -> None:
-        self.role = role
-        self.device: list[list[bytes]] = [[POISON] * block_size for _ in range(num_device)]
-        self.host: list[Object | None] = [None] * num_host
-        self.store: dict[bytes, Object] = {}
-        self.spoilt: set[int] = set()  # host blocks that a fault has changed since they were written
-        name = f"rank {number}" if role == TARGET else f"rank {number} {role}"
-        self.device_claims, self.host_claims = Claims(f"{name} device"), Claims(f"{name} host")
-
-    def host_values(self, host: int) -> Values:
-        found = self.host[host]
-        assert found is not None, f"host block {host} is loaded and holds nothing"
-        return found.values
-
-
-class Row(NamedTuple):
-    """One sequence of a Forward as it was when it was sent."""
-
-    start: int
-    tokens: list[int]
-    table: list[int]
-    path: str
-    write_from: int
-    sampling: SamplingSpec | None
-    prompt_logprobs: int | None
-    next_token: int
-    num_drafts: int
-    draft_from: int
-    num_proposals: int
-
-    @property
-    def given(self) -> list[int]:
-        """Its tokens without the drafts."""
-        return self.tokens[: len(self.tokens) - self.num_drafts]
-
-
-def rows_of(plan: Forward, decode_path: str) -> list[Row]:
-    sequences: list[PrefillSequence | DecodeSequence] = [*plan.prefill, *plan.decode]
-    return [
-        Row(
-            row.start,
-            row.token_ids.tolist(),
-            row.block_table.tolist(),
-            "P" if isinstance(row, PrefillSequence) else decode_path,
-            row.write_from,
-            row.sampling,
-            row.prompt_logprobs if isinstance(row, PrefillSequence) else None,
-            row.next_token,
-            row.num_drafts if isinstance(row, DecodeSequence) else 0,
-            row.draft_from,
-            row.num_proposals,
-        )
-        for row in sequences
-    ]
-
-
-class Drawn(NamedTuple):
-    """The tokens drawn for a row, as many as count, and the target's value that gave the last one."""
-
-    tokens: list[int]
-    last: bytes
-
-
-def drawn_from(row: Row, values: list[bytes]) -> Drawn:
-    if row.sampling is None:
-        return Drawn([], POISON)
-    candidates = values[len(row.given) - 1 :]
-    tokens = verified([next_token(value) for value in candidates], row)
-    return Drawn(tokens, candidates[len(tokens) - 1])
-
-
-def verified(drawn: list[int], row: Row) -> list[int]:
-    """What was drawn, up to the first token that is not the draft in its place."""
-    drafts = row.tokens[len(row.tokens) - row.num_drafts :]
-    for place, draft in enumerate(drafts):
-        if drawn[place] != draft:
-            return drawn[: place + 1]
-    return drawn
-
-
-def hashes_of(raw: bytes) -> list[bytes]:
-    return [raw[start : start + HASH_BYTES] for start in range(0, len(raw), HASH_BYTES)]
-
-
-def _names(held: Object | None, name: bytes) -> TypeGuard[Object]:
-    """It is there, and its trailer says that it is block `name`."""
-    return held is not None and held.name == name
 
 
 @dataclass(eq=False)
@@ -522,7 +393,7 @@ class Rank:
     def _load(self, plan: TransferBlocks) -> None:
         rows = self._moves(plan)
         pairs = [(domain, self.all.keeper(self.number, role)) for role, domain in self.domains.items()]
-        disproved = any(not _names(keeper.host[host], name) for _, host, name in rows for _, keeper in pairs)
+        disproved = any(not is_named(keeper.host[host], name) for _, host, name in rows for _, keeper in pairs)
         fault = self.all.take("load", self.number) is not None
         failed = fault or disproved
         lost = set(self.domains) if disproved else self.all.victims() if fault else set()
@@ -887,7 +758,7 @@ class Rank:
                     continue
                 for domain in self.kept:
                     domain.host_claims.end_write(host)
-                good = reads and not fails and all(_names(one, name) and one.sound for one in held)
+                good = reads and not fails and all(is_named(one, name) and one.sound for one in held)
                 for domain, one in parts if reads and not fails else ():
                     if good:
                         domain.host[host] = one

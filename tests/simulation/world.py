@@ -32,7 +32,9 @@ from xllm_hier.plans import (
 
 from . import invariants
 from .contents import DRAFT, POISON, Contents
-from .ranks import Object, Ranks, Row
+from .domains import Object
+from .ranks import Ranks
+from .rows import Row
 from .timeline import Line, Timeline
 
 QUARANTINE_S = 20.0

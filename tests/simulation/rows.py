@@ -1,0 +1,79 @@
+"""The sequences of a Forward as simulated ranks take them, and what is drawn from them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from xllm_hier.hashing import HASH_BYTES
+from xllm_hier.plans import DecodeSequence, Forward, PrefillSequence, SamplingSpec
+
+from .contents import POISON, next_token
+
+
+class Row(NamedTuple):
+    """One sequence of a Forward as it was when it was sent."""
+
+    start: int
+    tokens: list[int]
+    table: list[int]
+    path: str
+    write_from: int
+    sampling: SamplingSpec | None
+    prompt_logprobs: int | None
+    next_token: int
+    num_drafts: int
+    draft_from: int
+    num_proposals: int
+
+    @property
+    def given(self) -> list[int]:
+        """Its tokens without the drafts."""
+        return self.tokens[: len(self.tokens) - self.num_drafts]
+
+
+def rows_of(plan: Forward, decode_path: str) -> list[Row]:
+    sequences: list[PrefillSequence | DecodeSequence] = [*plan.prefill, *plan.decode]
+    return [
+        Row(
+            row.start,
+            row.token_ids.tolist(),
+            row.block_table.tolist(),
+            "P" if isinstance(row, PrefillSequence) else decode_path,
+            row.write_from,
+            row.sampling,
+            row.prompt_logprobs if isinstance(row, PrefillSequence) else None,
+            row.next_token,
+            row.num_drafts if isinstance(row, DecodeSequence) else 0,
+            row.draft_from,
+            row.num_proposals,
+        )
+        for row in sequences
+    ]
+
+
+class Drawn(NamedTuple):
+    """The tokens drawn for a row, as many as count, and the target's value that gave the last one."""
+
+    tokens: list[int]
+    last: bytes
+
+
+def drawn_from(row: Row, values: list[bytes]) -> Drawn:
+    if row.sampling is None:
+        return Drawn([], POISON)
+    candidates = values[len(row.given) - 1 :]
+    tokens = verified([next_token(value) for value in candidates], row)
+    return Drawn(tokens, candidates[len(tokens) - 1])
+
+
+def verified(drawn: list[int], row: Row) -> list[int]:
+    """What was drawn, up to the first token that is not the draft in its place."""
+    drafts = row.tokens[len(row.tokens) - row.num_drafts :]
+    for place, draft in enumerate(drafts):
+        if drawn[place] != draft:
+            return drawn[: place + 1]
+    return drawn
+
+
+def hashes_of(raw: bytes) -> list[bytes]:
+    return [raw[start : start + HASH_BYTES] for start in range(0, len(raw), HASH_BYTES)]
