@@ -2,9 +2,9 @@
 
 A draw takes the token whose probability, divided by an exponential random number of its own, is the largest: that
 number is a function of (seed, draw, token), so two models that give nearly the same distribution draw mostly the same
-token. A draft model that draws with its target's numbers is accepted as often as independent rejection sampling can
-hope for up to a factor of two in the rejections, and the target's answer does not depend on what was drafted
-(https://arxiv.org/abs/2408.07978, drafter-invariant speculative decoding).
+token: with probability (1 - d) / (1 + d) or more when the distributions differ by d (total variation). A draft model
+that draws with its target's numbers is therefore often right, and the target's answer does not depend on what was
+drafted (drafter-invariant speculative decoding, https://arxiv.org/abs/2408.07978).
 
 Filters work on the distribution after temperature, in vLLM's order: min_p, top_k, then top_p of what is left. Log
 probabilities are of the raw distribution.
