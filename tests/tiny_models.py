@@ -30,6 +30,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -120,6 +122,29 @@ def deepseek_v3(**changes: Any) -> PreTrainedModel:
     return DeepseekV3ForCausalLM(DeepseekV3Config(**SHAPE | LATENT_SHAPE | {"q_lora_rank": 44} | changes))
 
 
+def qwen3_next(**changes: Any) -> PreTrainedModel:
+    """States, attention, states, attention; the second layer has a dense MLP. Half of a head's columns turn."""
+    more = {
+        "num_hidden_layers": 4,
+        "head_dim": 20,
+        "partial_rotary_factor": 0.5,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 20,
+        "num_experts": 9,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 24,
+        "mlp_only_layers": [1],
+    }
+    return Qwen3NextForCausalLM(Qwen3NextConfig(**SHAPE | more | changes))
+
+
+# Families with a state beside keys and values.
+HYBRIDS: dict[str, Callable[..., PreTrainedModel]] = {"qwen3_next": qwen3_next}
+
 FAMILIES: dict[str, Callable[..., PreTrainedModel]] = {
     "llama": llama,
     "mistral": mistral,
@@ -136,11 +161,14 @@ FAMILIES: dict[str, Callable[..., PreTrainedModel]] = {
 def make(folder: Path, family: str, dtype: torch.dtype = torch.float32, *, seed: int = 0, **changes: Any) -> Path:
     """Save a random model of `family` into `folder`; weights are large enough for attention to matter."""
     torch.manual_seed(seed)
-    model = FAMILIES[family](**changes)
+    model = (FAMILIES | HYBRIDS)[family](**changes)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             wide = 0.3 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
-            centre = 1.0 if parameter.ndim == 1 and family != "gemma3" and name.endswith("norm.weight") else 0.0
+            less_one = family in ("gemma3", "qwen3_next") and not name.endswith("linear_attn.norm.weight")
+            centre = 1.0 if parameter.ndim == 1 and not less_one and name.endswith("norm.weight") else 0.0
+            if name.endswith("A_log"):
+                centre = -4.0  # states outlast some hundred tokens
             parameter.copy_(torch.randn(parameter.shape) * wide + centre)
     folder.mkdir(parents=True, exist_ok=True)
     transformers_logging.disable_progress_bar()
@@ -221,7 +249,8 @@ class Driver:
         parallel: TensorParallel | None = None,
         **settings: Any,
     ) -> None:
-        self.config = EngineConfig(model=str(folder), block_size=block_size, **{"num_threads": 2, **settings})
+        settings = {"num_threads": 2, "cache_layout": "flat", **settings}
+        self.config = EngineConfig(model=str(folder), block_size=block_size, **settings)
         self.runner = ModelRunner(self.config, progress=False, parallel=parallel)
         self.block_size = block_size
         self.num_blocks = num_blocks

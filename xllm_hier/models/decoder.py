@@ -19,8 +19,10 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from .delta_rule import DeltaWeights
 from .experts import load_experts
-from .families import DecoderSpec
+from .families import DecoderSpec, RecurrentSpec
+from .gated_delta import GatedDelta, load_gated_delta
 from .linear import Linear
 from .mla import load_latent_attention
 from .parallel import TensorParallel
@@ -35,6 +37,15 @@ class Attention(Protocol):
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, wanted_only: bool = False
     ) -> torch.Tensor: ...
+
+
+class Recurrence(Protocol):
+    """What a model calls in each layer with a state instead of keys and values: takes sequences' states over the rows.
+
+    `projected` [rows, channels + 2 value_heads] is what GatedDelta makes for it; returns [rows, value columns].
+    """
+
+    def __call__(self, layer: int, projected: torch.Tensor, weights: DeltaWeights) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -74,7 +85,7 @@ class Layer:
 
     input_norm: torch.Tensor
     post_attention_norm: torch.Tensor
-    attention: AttentionPart
+    attention: AttentionPart | GatedDelta
     mlp: Mlp
     before_mlp_norm: torch.Tensor | None = None
     after_mlp_norm: torch.Tensor | None = None
@@ -110,7 +121,7 @@ class Decoder:
     decode_unit: int = 1
     chunk_rows: int = 1024
     join: HiddenJoin | None = None
-    _qkv: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    _kept: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
     def linears(self) -> list[Linear]:
         """The layers' linears that run in the sections' tiles; the head, which only sees decode tiles, does not."""
@@ -129,11 +140,12 @@ class Decoder:
         attention: Attention,
         wait_for_layer: WaitForLayer,
         given: torch.Tensor | None = None,
+        recurrence: Recurrence | None = None,
     ) -> torch.Tensor:
         """Hidden states [len(wanted), hidden] before the last norm.
 
         `wait_for_layer(i)` is called before layer i touches the cache. `given` [rows, hidden], only with a `join`: the
-        hidden state before each row's token.
+        hidden state before each row's token. `recurrence`: needed where layers have states.
         """
         spec = self.spec
         hidden = self._embed(rows.token_ids)
@@ -144,16 +156,24 @@ class Decoder:
             for chunk in chunks:
                 chunk.hidden = self._joined(self.join, chunk, given[chunk.rows])
         angles = {kind: table.at(rows.positions) for kind, table in self.ropes.items()}
-        qkv = self._buffer(len(rows.token_ids))
-        q, k, v = torch.split(qkv, [spec.heads, spec.kv_heads, spec.value_heads], dim=1)
+        heads = spec.heads + spec.kv_heads + spec.value_heads + spec.gate_heads
+        qkvg = self._buffer(len(rows.token_ids), heads, spec.head_dim)
         for number, layer in enumerate(self.layers):
-            cos, sin = angles[spec.rope_types[number]]
-            for chunk in chunks:
-                normed = self._norm(chunk.hidden, layer.input_norm)
-                layer.attention.project(normed, chunk.prefill, cos[chunk.rows], sin[chunk.rows], qkv[chunk.rows])
-            wait_for_layer(number)
-            last = number == spec.layers - 1
-            attended = attention(number, q, k, v, spec.scale, wanted_only=last)
+            last, part = number == spec.layers - 1, layer.attention
+            if isinstance(part, GatedDelta):
+                assert recurrence is not None
+                projected = self._buffer(len(rows.token_ids), part.width)
+                for chunk in chunks:
+                    part.project(self._norm(chunk.hidden, layer.input_norm), chunk.prefill, projected[chunk.rows])
+                wait_for_layer(number)
+                attended = part.gated(recurrence(number, part.for_recurrence(projected), part.weights), projected)
+            else:
+                cos, sin = angles[spec.rope_types[number]]
+                for chunk in chunks:
+                    normed = self._norm(chunk.hidden, layer.input_norm)
+                    part.project(normed, chunk.prefill, cos[chunk.rows], sin[chunk.rows], qkvg[chunk.rows])
+                wait_for_layer(number)
+                attended = self._attend(attention, number, qkvg, wanted_only=last)
             if last:
                 chunks, attended = self._keep_wanted(chunks, attended, rows)
             for chunk in chunks:
@@ -197,6 +217,12 @@ class Decoder:
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final hidden states as the head, and a multi-token prediction head, take them."""
         return self._norm(hidden, self.final_norm)
+
+    def _attend(self, attention: Attention, number: int, qkvg: torch.Tensor, *, wanted_only: bool) -> torch.Tensor:
+        spec = self.spec
+        q, k, v, gates = torch.split(qkvg, [spec.heads, spec.kv_heads, spec.value_heads, spec.gate_heads], dim=1)
+        attended = attention(number, q, k, v, spec.scale, wanted_only=wanted_only)
+        return attended * gates.flatten(1) if spec.attention_gate else attended
 
     # --------------------------------------------------------------------------------------- row-wise parts
 
@@ -261,11 +287,11 @@ class Decoder:
         )
         return torch.cat([chunk.hidden for chunk in chunks])[moved]
 
-    def _buffer(self, num_rows: int) -> torch.Tensor:
-        if len(self._qkv) < num_rows:
-            spec = self.spec
-            self._qkv = self.embedding.new_zeros(num_rows, spec.heads + spec.kv_heads + spec.value_heads, spec.head_dim)
-        return self._qkv[:num_rows]
+    def _buffer(self, num_rows: int, *shape: int) -> torch.Tensor:
+        """A buffer of rows of `shape`, kept over layers and steps."""
+        if shape not in self._kept or len(self._kept[shape]) < num_rows:
+            self._kept[shape] = self.embedding.new_zeros(num_rows, *shape)
+        return self._kept[shape][:num_rows]
 
 
 # ------------------------------------------------------------------------------------------------- loading
@@ -279,7 +305,10 @@ def load_decoder(loader: Loader, ropes: dict[str | None, RopeTable]) -> Decoder:
     """
     spec, checkpoint, dtype, device = loader.spec, loader.checkpoint, loader.dtype, loader.device
     parallel = loader.parallel
-    layers = [load_layer(loader, f"model.layers.{number}.", spec.experts[number]) for number in range(spec.layers)]
+    layers = [
+        load_layer(loader, f"model.layers.{number}.", experts, net)
+        for number, (experts, net) in enumerate(zip(spec.experts, spec.recurrent or [None] * spec.layers, strict=True))
+    ]
     name, shape, share = "model.embed_tokens.weight", (spec.vocab, spec.hidden), parallel.vocab_part(spec.vocab)
     head_name = name if spec.tied else "lm_head.weight"
     head_weight = checkpoint.tensor(head_name, shape, dtype, rows=share).to(device)
@@ -301,14 +330,19 @@ def load_decoder(loader: Loader, ropes: dict[str | None, RopeTable]) -> Decoder:
     )
 
 
-def load_layer(loader: Loader, prefix: str, experts: MoeSpec | None) -> Layer:
-    """The layer whose tensors begin with `prefix`. Raises ConfigError as `load_decoder`."""
-    post_norms, latent = loader.spec.post_norms, loader.spec.latent
+def load_layer(loader: Loader, prefix: str, experts: MoeSpec | None, net: RecurrentSpec | None = None) -> Layer:
+    """The layer whose tensors begin with `prefix`; `net`: its gated delta net. Raises ConfigError as `load_decoder`."""
+    post_norms = loader.spec.post_norms
     return Layer(
         input_norm=loader.norm(f"{prefix}input_layernorm.weight"),
         post_attention_norm=loader.norm(f"{prefix}post_attention_layernorm.weight"),
-        attention=load_latent_attention(loader, prefix, latent) if latent else load_self_attention(loader, prefix),
+        attention=load_gated_delta(loader, prefix, net) if net else _load_attention(loader, prefix),
         mlp=load_experts(loader, prefix, experts) if experts else load_mlp(loader, prefix),
         before_mlp_norm=loader.norm(f"{prefix}pre_feedforward_layernorm.weight") if post_norms else None,
         after_mlp_norm=loader.norm(f"{prefix}post_feedforward_layernorm.weight") if post_norms else None,
     )
+
+
+def _load_attention(loader: Loader, prefix: str) -> AttentionPart:
+    latent = loader.spec.latent
+    return load_latent_attention(loader, prefix, latent) if latent else load_self_attention(loader, prefix)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from .linear import Fused, Linear
 from .parallel import TensorParallel
 from .parts import Loader, tiles_of
-from .routing import MoeSpec, choose_experts
+from .routing import MoeSpec, choose_experts, sigmoid
 
 
 @dataclass
@@ -42,7 +42,10 @@ class Expert:
 
 @dataclass
 class MoeMlp:
-    """The MLP of a layer with experts; `correction` is the router's bias for the choice, fp32 [experts]."""
+    """The MLP of a layer with experts; `correction` is the router's bias for the choice, fp32 [experts].
+
+    With a gate for the shared experts the router's last output is its logit.
+    """
 
     spec: MoeSpec
     parallel: TensorParallel
@@ -65,16 +68,19 @@ class MoeMlp:
         At decode that matters: one row and seven of padding would touch the experts of eight rows.
         """
         count = len(x) if count is None else count
-        logits = self.router(x.to(self.router.dtype), tiles_of(self.router, prefill))[:count]
-        chosen, weights = choose_experts(logits.float(), self.spec, self.correction)
+        logits = self.router(x.to(self.router.dtype), tiles_of(self.router, prefill))[:count].float()
+        chosen, weights = choose_experts(logits[:, : self.spec.num_experts], self.spec, self.correction)
+        if self.spec.shared_gate:
+            weights = torch.cat([weights, sigmoid(logits[:, self.spec.num_experts :])], dim=1)
         results, places = self._routed(x, chosen, prefill)
         for rows in self._plain(x, prefill, residual):
             start = sum(map(len, results))
             places.append(torch.arange(start, start + count, device=x.device)[:, None])
             results.append(rows[:count])
-        weights = F.pad(weights, (0, len(places) - 1), value=1.0).to(x.dtype)
+        summands = torch.cat(places, dim=1)
+        weights = F.pad(weights, (0, summands.shape[1] - weights.shape[1]), value=1.0).to(x.dtype)
         # This kernel walks a row's summands in order, whatever the number of rows, and keeps their sum in fp32.
-        added = F.embedding_bag(torch.cat(places, dim=1), torch.cat(results), mode="sum", per_sample_weights=weights)
+        added = F.embedding_bag(summands, torch.cat(results), mode="sum", per_sample_weights=weights)
         return F.pad(self.parallel.sum(added), (0, 0, 0, len(x) - count))
 
     def _routed(
@@ -128,13 +134,16 @@ class _Names:
     """Where published checkpoints have the tensors of a layer's experts."""
 
     block: str
-    gate: str
-    up: str
-    down: str
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str = "shared_experts"
 
 
-_MIXTRAL = _Names("block_sparse_moe", "w1", "w3", "w2")
-_OTHERS = _Names("mlp", "gate_proj", "up_proj", "down_proj")
+_NAMES = {
+    "mixtral": _Names("block_sparse_moe", "w1", "w3", "w2"),
+    "qwen3_next": _Names("mlp", shared="shared_expert"),
+}
 
 
 def load_experts(loader: Loader, prefix: str, spec: MoeSpec) -> MoeMlp:
@@ -143,7 +152,7 @@ def load_experts(loader: Loader, prefix: str, spec: MoeSpec) -> MoeMlp:
     Raises:
         ConfigError: a tensor is missing or has another shape.
     """
-    names = _MIXTRAL if loader.spec.family == "mixtral" else _OTHERS
+    names = _NAMES.get(loader.spec.family, _Names("mlp"))
     block, hidden, read = f"{prefix}{names.block}", loader.spec.hidden, loader.checkpoint.tensor
 
     def expert(name: str, ffn: int) -> Expert:
@@ -158,13 +167,15 @@ def load_experts(loader: Loader, prefix: str, spec: MoeSpec) -> MoeMlp:
         )
 
     count, dtype = spec.num_experts, torch.float32 if spec.fp32_router else loader.dtype
-    router = read(f"{block}.gate.weight", (count, hidden), dtype).to(loader.device)
+    router = read(f"{block}.gate.weight", (count, hidden), dtype)
+    if spec.shared_gate:
+        router = torch.cat([router, read(f"{block}.{names.shared}_gate.weight", (1, hidden), dtype)])
     bias = read(f"{block}.gate.e_score_correction_bias", (count,), torch.float32) if spec.correction else None
     return MoeMlp(
         spec=spec,
         parallel=loader.parallel,
-        router=Linear(router),
+        router=Linear(router.to(loader.device)),
         correction=bias.to(loader.device) if bias is not None else None,
         experts=[expert(f"experts.{number}", spec.ffn) for number in range(count)],
-        shared=expert("shared_experts", spec.shared_ffn) if spec.shared_ffn else None,
+        shared=expert(names.shared, spec.shared_ffn) if spec.shared_ffn else None,
     )

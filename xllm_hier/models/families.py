@@ -18,6 +18,7 @@ OWN_FAMILIES = (
     "qwen2",
     "qwen3",
     "qwen3_moe",
+    "qwen3_next",
     "gemma3_text",
     "deepseek_v2",
     "deepseek_v3",
@@ -51,6 +52,39 @@ class LatentSpec:
 
 
 @dataclass(frozen=True)
+class RecurrentSpec:
+    """Sizes of a layer whose attention is a gated delta net: a state of one size instead of keys and values.
+
+    Each key head serves as many value heads as all others; `conv_size` tokens take part in a token's convolution.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_size: int
+
+    @property
+    def channels(self) -> int:
+        """Columns that the convolution mixes: queries, keys, values."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+    @property
+    def inputs(self) -> int:
+        """Columns that the recurrence takes: the channels, and two numbers for each value head."""
+        return self.channels + 2 * self.value_heads
+
+    @property
+    def values(self) -> int:
+        """Columns of all value heads."""
+        return self.value_heads * self.value_dim
+
+    def share(self, tp_size: int) -> RecurrentSpec:
+        """What one of `tp_size` ranks has."""
+        return replace(self, key_heads=self.key_heads // tp_size, value_heads=self.value_heads // tp_size)
+
+
+@dataclass(frozen=True)
 class DecoderSpec:
     """Everything the decoder needs to know of a model.
 
@@ -59,6 +93,9 @@ class DecoderSpec:
     `post_norms`: attention and MLP outputs are normed before they are added.
     `experts[i]`: the experts of layer i, None = its MLP is a dense one of `ffn` inner columns.
     `latent`: the cache holds latents of head_dim columns, keys and values at once, as one KV head for all heads.
+    `recurrent[i]`: layer i is a gated delta net, None = it has attention; () = all have.
+    `attention_gate`: what a head attends to is multiplied by the sigmoid of a gate of its own.
+    `turned`: columns of a head that turn with its position, the first ones; 0 = all of them.
     """
 
     family: str
@@ -84,16 +121,24 @@ class DecoderSpec:
     post_norms: bool = False
     embed_scale: float = 1.0
     latent: LatentSpec | None = None
+    recurrent: tuple[RecurrentSpec | None, ...] = ()
+    attention_gate: bool = False
+    turned: int = 0
 
     @property
     def rope_dim(self) -> int:
         """Columns of a head that turn with its position."""
-        return self.latent.rope_dim if self.latent else self.head_dim
+        return self.latent.rope_dim if self.latent else self.turned or self.head_dim
 
     @property
     def value_heads(self) -> int:
         """Heads of values beside the keys; none where the keys are the values too."""
         return 0 if self.latent else self.kv_heads
+
+    @property
+    def gate_heads(self) -> int:
+        """Heads of gates beside queries, keys and values."""
+        return self.heads if self.attention_gate else 0
 
     def share(self, tp_size: int) -> DecoderSpec:
         """What one of `tp_size` ranks has of each layer; KV heads are replicated when there are fewer of them."""
@@ -102,6 +147,7 @@ class DecoderSpec:
             heads=self.heads // tp_size,
             kv_heads=max(1, self.kv_heads // tp_size),
             ffn=self.ffn // tp_size,
+            recurrent=tuple(net.share(tp_size) if net else None for net in self.recurrent),
         )
 
     def check_tp_size(self, tp_size: int) -> None:
@@ -109,14 +155,15 @@ class DecoderSpec:
         allowed = [size for size in range(1, self.heads + 1) if self._divides_by(size)]
         if tp_size not in allowed:
             sizes = ", ".join(str(size) for size in allowed)
-            raise ConfigError(
-                "tp_size", tp_size, f"one of {sizes} for this model ({self.heads} heads, {self.kv_heads} KV heads)"
-            )
+            heads = [f"{self.heads} heads, {self.kv_heads} KV heads"]
+            heads += sorted({f"{net.key_heads} key heads with states" for net in self.recurrent if net})
+            raise ConfigError("tp_size", tp_size, f"one of {sizes} for this model ({', '.join(heads)})")
 
     def _divides_by(self, size: int) -> bool:
         whole_kv_heads = self.kv_heads % size == 0 or size % self.kv_heads == 0
         inner = {self.ffn} | {width for moe in self.experts if moe for width in (moe.ffn, moe.shared_ffn)}
-        return whole_kv_heads and self.heads % size == 0 and all(width % size == 0 for width in inner)
+        split = {self.heads} | inner | {net.key_heads for net in self.recurrent if net}
+        return whole_kv_heads and all(width % size == 0 for width in split)
 
 
 def decoder_spec(config: Any) -> DecoderSpec:
@@ -129,7 +176,7 @@ def decoder_spec(config: Any) -> DecoderSpec:
     if family not in OWN_FAMILIES:
         raise refused(f"family {family!r} has no own decoder, which knows {', '.join(OWN_FAMILIES)}")
     _check_features(config)
-    gemma = family == "gemma3_text"
+    gemma, hybrid = family == "gemma3_text", family == "qwen3_next"
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     bias = bool(getattr(config, "attention_bias", False))
     spec = DecoderSpec(
@@ -144,18 +191,20 @@ def decoder_spec(config: Any) -> DecoderSpec:
         eps=config.rms_norm_eps,
         activation=_ACTIVATIONS[_activation(config)],
         scale=(config.query_pre_attn_scalar if gemma else head_dim) ** -0.5,
-        windows=layer_windows(config),
+        windows=layer_windows(config, recurrent=hybrid),
         rope_types=_rope_types(config),
         qkv_bias=bias or family == "qwen2",
         output_bias=bias and family != "qwen2",
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
         tied=bool(config.tie_word_embeddings),
         experts=tuple(moe_spec(config, layer) for layer in range(config.num_hidden_layers)),
-        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
-        norm_offset=1.0 if gemma else 0.0,
+        qk_norm=family in ("qwen3", "qwen3_moe", "qwen3_next", "gemma3_text"),
+        norm_offset=1.0 if gemma or hybrid else 0.0,
         post_norms=gemma,
         embed_scale=config.hidden_size**0.5 if gemma else 1.0,
     )
+    if hybrid:
+        return _with_recurrence(spec, config)
     return _with_latents(spec, config) if family.startswith("deepseek") else spec
 
 
@@ -174,6 +223,32 @@ def _with_latents(spec: DecoderSpec, config: Any) -> DecoderSpec:
     return replace(spec, latent=latent, kv_heads=1, head_dim=latent.width, scale=scale)
 
 
+def _with_recurrence(spec: DecoderSpec, config: Any) -> DecoderSpec:
+    net = RecurrentSpec(
+        key_heads=config.linear_num_key_heads,
+        value_heads=config.linear_num_value_heads,
+        key_dim=config.linear_key_head_dim,
+        value_dim=config.linear_value_head_dim,
+        conv_size=config.linear_conv_kernel_dim,
+    )
+    turned = int(spec.head_dim * rope_parameters(config, None).get("partial_rotary_factor", 1.0))
+    kinds: list[str] = config.layer_types
+    recurrent = tuple(net if kind == "linear_attention" else None for kind in kinds)
+    reasons = {
+        "attention biases beside gates": spec.qkv_bias,
+        "a convolution with another activation than silu": spec.activation is not Fused.SILU,
+        "a convolution of one token": net.conv_size < 2,
+        f"{net.value_heads} value heads for {net.key_heads} key heads": net.value_heads % net.key_heads != 0,
+        "values of an odd width": net.value_dim % 2 != 0,
+        f"{turned} turning columns of a head": turned % 2 != 0 or not 0 < turned <= spec.head_dim,
+        "no layer with full attention": all(recurrent),
+    }
+    for reason, found in reasons.items():
+        if found:
+            raise refused(reason)
+    return replace(spec, recurrent=recurrent, attention_gate=True, turned=turned)
+
+
 def _latent_scale(rope: dict[str, Any], head_dim: int) -> float:
     """What scores are multiplied by.
 
@@ -185,19 +260,22 @@ def _latent_scale(rope: dict[str, Any], head_dim: int) -> float:
     return float(head_dim**-0.5 * (1.0 + growth) ** 2)
 
 
-def layer_windows(config: Any) -> tuple[int | None, ...]:
-    """Sliding window of each layer in tokens, None = full attention.
+def layer_windows(config: Any, *, recurrent: bool = False) -> tuple[int | None, ...]:
+    """Sliding window of each layer in tokens, None = full attention, or none at all.
+
+    `recurrent`: layers have full attention or a state, instead of full or sliding attention.
 
     Raises:
-        ConfigError: a layer is neither full nor sliding attention.
+        ConfigError: a layer is of another kind.
     """
     window = getattr(config, "sliding_window", None)
     sliding = window and config.model_type in ("mistral", "mixtral", "qwen3_moe")
     default = "sliding_attention" if sliding else "full_attention"
     types = getattr(config, "layer_types", None) or [default] * config.num_hidden_layers
+    other = "linear" if recurrent else "sliding"
     for kind in types:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise ConfigError("model", config.model_type, f"models with full or sliding attention only (not {kind})")
+        if kind not in ("full_attention", f"{other}_attention"):
+            raise ConfigError("model", config.model_type, f"models with full or {other} attention only (not {kind})")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
@@ -207,7 +285,7 @@ def _check_features(config: Any) -> None:
         parameters = rope_parameters(config, layer_type)
         if parameters.get("rope_type", "default") not in SUPPORTED_ROPE:
             raise refused(f"rope type {parameters['rope_type']!r}, where it knows {', '.join(SUPPORTED_ROPE)}")
-        if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        if config.model_type != "qwen3_next" and parameters.get("partial_rotary_factor", 1.0) != 1.0:
             raise refused("a partial rotary factor")
     if _activation(config) not in _ACTIVATIONS:
         raise refused(f"activation {_activation(config)!r}, where it knows {', '.join(_ACTIVATIONS)}")

@@ -33,6 +33,7 @@ class Fused(Enum):
     SILU = "silu"
     GELU = "gelu"
     GELU_TANH = "gelu_tanh"
+    SIGMOID = "sigmoid"
     ADD = "add"
     MUL = "mul"
 
@@ -119,6 +120,7 @@ _PACKED_ACTIVATION = {
     Fused.SILU: ("swish", ""),
     Fused.GELU: ("gelu", "none"),
     Fused.GELU_TANH: ("gelu", "tanh"),
+    Fused.SIGMOID: ("sigmoid", ""),
 }
 
 
@@ -140,6 +142,8 @@ def _plain_product(weight: torch.Tensor, bias: torch.Tensor | None, fused: Fused
                 return F.silu(y)
             case Fused.GELU | Fused.GELU_TANH:
                 return F.gelu(y, approximate="tanh" if fused is Fused.GELU_TANH else "none")
+            case Fused.SIGMOID:
+                return y.sigmoid_()
             case Fused.ADD | Fused.MUL:
                 assert other is not None
                 return y.add_(other) if fused is Fused.ADD else y.mul_(other)

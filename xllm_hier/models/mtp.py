@@ -47,7 +47,13 @@ def _kinds(spec: DecoderSpec) -> list[_Names]:
 def head_spec(spec: DecoderSpec) -> DecoderSpec:
     """The head's one layer: as the target's last, with attention to all that was before."""
     return replace(
-        spec, layers=1, windows=(None,), rope_types=spec.rope_types[-1:], experts=spec.experts[-1:], post_norms=False
+        spec,
+        recurrent=(),
+        layers=1,
+        windows=(None,),
+        rope_types=spec.rope_types[-1:],
+        experts=spec.experts[-1:],
+        post_norms=False,
     )
 
 

@@ -27,7 +27,10 @@ class AttentionPart(Protocol):
     def project(
         self, x: torch.Tensor, prefill: bool, cos: torch.Tensor, sin: torch.Tensor, target: torch.Tensor
     ) -> None:
-        """Rotated queries and keys, and values, of normed rows, into `target` [rows, heads + 2 kv_heads, head_dim]."""
+        """Rotated queries and keys, values, and gates where there are, of normed rows, side by side into `target`.
+
+        It is [rows, heads + 2 kv_heads (+ heads), head_dim].
+        """
 
     def output(self, attended: torch.Tensor, prefill: bool, residual: torch.Tensor | None) -> torch.Tensor:
         """Rows [rows, hidden], complete on every rank, of attended rows [rows, heads * head_dim]."""
@@ -63,7 +66,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 @dataclass
 class SelfAttention:
-    """Grouped query attention with this rank's heads; `qk_norm` [heads + kv_heads, head_dim] norms each head."""
+    """Grouped query attention with this rank's heads; `qk_norm` [heads + kv_heads, head_dim] norms each head.
+
+    `gate` makes what the attended heads are multiplied by.
+    """
 
     heads: int
     kv_heads: int
@@ -72,9 +78,10 @@ class SelfAttention:
     qkv: Linear
     out: RowParallel
     qk_norm: torch.Tensor | None = None
+    gate: Linear | None = None
 
     def linears(self) -> list[Linear]:
-        return [self.qkv, self.out.linear]
+        return [self.qkv, *([self.gate] if self.gate else []), self.out.linear]
 
     def project(
         self, x: torch.Tensor, prefill: bool, cos: torch.Tensor, sin: torch.Tensor, target: torch.Tensor
@@ -85,7 +92,9 @@ class SelfAttention:
         if self.qk_norm is not None:
             queries_keys = rms_norm(queries_keys, self.qk_norm, self.eps)
         rotate(queries_keys, cos, sin, target[:, :turning])
-        target[:, turning:] = qkv[:, turning:]
+        target[:, turning : turning + self.kv_heads] = qkv[:, turning:]
+        if self.gate is not None:
+            target[:, turning + self.kv_heads :].flatten(1).copy_(self.gate(x, tiles_of(self.gate, prefill)))
 
     def output(self, attended: torch.Tensor, prefill: bool, residual: torch.Tensor | None) -> torch.Tensor:
         return self.out(attended, tiles_of(self.out.linear, prefill), residual)
@@ -158,15 +167,33 @@ def load_self_attention(loader: Loader, prefix: str) -> SelfAttention:
     q_rows, kv_rows = (parallel.head_part(heads, spec.head_dim) for heads in (spec.heads, spec.kv_heads))
     parts = {"q_proj": (q, q_rows), "k_proj": (kv, kv_rows), "v_proj": (kv, kv_rows)}
     named = {f"{prefix}self_attn.{name}": part for name, part in parts.items()}
+    if spec.attention_gate:
+        qkv, gate = _gated_projections(loader, named)
+    else:
+        qkv, gate = loader.column_parallel(named, spec.hidden, bias=spec.qkv_bias), None
     return SelfAttention(
         heads=local.heads,
         kv_heads=local.kv_heads,
         head_dim=spec.head_dim,
         eps=spec.eps,
-        qkv=loader.column_parallel(named, spec.hidden, bias=spec.qkv_bias),
+        qkv=qkv,
         out=loader.row_parallel(f"{prefix}self_attn.o_proj", spec.hidden, q, q_rows, bias=spec.output_bias),
         qk_norm=_query_key_norm(loader, prefix, local) if spec.qk_norm else None,
+        gate=gate,
     )
+
+
+def _gated_projections(loader: Loader, parts: Mapping[str, tuple[int, slice]]) -> tuple[Linear, Linear]:
+    """Queries, keys and values, and the gates: the first of `parts` has a head's query and gate one above the other."""
+    hidden, width = loader.spec.hidden, loader.spec.head_dim
+    (name, (outputs, rows)), *others = parts.items()
+    both = slice(2 * rows.start, 2 * rows.stop)
+    weight = loader.checkpoint.tensor(f"{name}.weight", (2 * outputs, hidden), loader.dtype, rows=both)
+    queries, gates = (part.flatten(0, 1) for part in weight.view(-1, 2, width, hidden).unbind(1))
+    weights = [queries]
+    for name, (outputs, rows) in others:
+        weights.append(loader.checkpoint.tensor(f"{name}.weight", (outputs, hidden), loader.dtype, rows=rows))
+    return Linear(torch.cat(weights).to(loader.device)), Linear(gates.to(loader.device), None, Fused.SIGMOID)
 
 
 def _query_key_norm(loader: Loader, prefix: str, local: DecoderSpec) -> torch.Tensor:

@@ -38,7 +38,9 @@ def check_rope(config: Any) -> None:
 
 
 class RopeTable:
-    """cos and sin of every position a model may use, each [max_len, head_dim / 2] in the model's dtype.
+    """cos and sin of every position a model may use, each [max_len, width / 2] in the model's dtype.
+
+    `width`: the columns of a head that turn.
 
     Computed in fp32 and rounded once, as transformers does. Made in steps of fixed shape, because a vectorised cosine
     may round its last few elements differently.
@@ -48,15 +50,15 @@ class RopeTable:
         self,
         config: Any,
         layer_type: str | None,
-        head_dim: int,
+        width: int,
         *,
         max_len: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        frequencies, factor = _frequencies(config, layer_type, head_dim)
+        frequencies, factor = _frequencies(config, layer_type, width)
         length = -(-max_len // _TABLE_STEP) * _TABLE_STEP
-        self.cos = torch.empty(length, head_dim // 2, dtype=dtype)
+        self.cos = torch.empty(length, width // 2, dtype=dtype)
         self.sin = torch.empty_like(self.cos)
         for start in range(0, length, _TABLE_STEP):
             positions = torch.arange(start, start + _TABLE_STEP, dtype=torch.float32)
@@ -66,26 +68,28 @@ class RopeTable:
         self.cos, self.sin = self.cos.to(device), self.sin.to(device)
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of `positions` (int64 [rows]), each [rows, 1, head_dim / 2], to be broadcast over heads."""
+        """cos and sin of `positions` (int64 [rows]), each [rows, 1, width / 2], to be broadcast over heads."""
         return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
-    """Write x [rows, heads, head_dim], rotated by its position's angles, to `out`.
+    """Write x [rows, heads, head_dim], rotated by its position's angles, to `out`; columns without an angle stay.
 
     Products and sums are rounded one by one: a fused multiply-add would not round the same in vector and tail code.
     """
-    half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
+    half = cos.shape[-1]
+    first, second = x[..., :half], x[..., half : 2 * half]
     torch.sub(first * cos, second * sin, out=out[..., :half])
-    torch.add(second * cos, first * sin, out=out[..., half:])
+    torch.add(second * cos, first * sin, out=out[..., half : 2 * half])
+    if 2 * half < x.shape[-1]:
+        out[..., 2 * half :] = x[..., 2 * half :]
 
 
-def _frequencies(config: Any, layer_type: str | None, head_dim: int) -> tuple[torch.Tensor, float]:
+def _frequencies(config: Any, layer_type: str | None, width: int) -> tuple[torch.Tensor, float]:
     parameters = rope_parameters(config, layer_type)
     kind = parameters.get("rope_type", "default")
     if kind == "default":
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+        exponents = torch.arange(0, width, 2, dtype=torch.int64).float() / width
         return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
     nested = layer_type if layer_type in config.rope_parameters else None
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), layer_type=nested)

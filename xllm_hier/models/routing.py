@@ -38,6 +38,7 @@ class MoeSpec:
     `renormalise`: the weights of a row's experts are made to add up to 1, before they are multiplied by `factor`.
     `groups` > 1: a row's experts come out of its best `top_groups` groups of neighbours.
     `correction`: a bias per expert takes part in the choice, and not in the weights.
+    `shared_gate`: what the shared experts give counts by the sigmoid of one more of the router's logits.
     `fp32_router`: logits are computed in fp32 whatever the model's dtype.
     """
 
@@ -45,6 +46,7 @@ class MoeSpec:
     top_k: int
     ffn: int
     shared_ffn: int = 0
+    shared_gate: bool = False
     scoring: Scoring = Scoring.SOFTMAX
     renormalise: bool = False
     factor: float = 1.0
@@ -76,8 +78,12 @@ def choose_experts(logits: torch.Tensor, spec: MoeSpec, bias: torch.Tensor | Non
 def _scores(logits: torch.Tensor, scoring: Scoring) -> torch.Tensor:
     if scoring is Scoring.SOFTMAX:
         return logits.softmax(dim=-1)
-    # The sigmoid of x is the first of the softmax over (x, 0).
-    return torch.stack([logits, torch.zeros_like(logits)], dim=-1).softmax(dim=-1)[..., 0]
+    return sigmoid(logits)
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """The first of the softmax over (x, 0), for the reason above."""
+    return torch.stack([x, torch.zeros_like(x)], dim=-1).softmax(dim=-1)[..., 0]
 
 
 def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
@@ -111,12 +117,17 @@ def moe_spec(config: Any, layer: int) -> MoeSpec | None:
             spec = MoeSpec(
                 config.num_local_experts, config.num_experts_per_tok, config.intermediate_size, renormalise=True
             )
-        case "qwen3_moe" if config.num_experts and layer not in config.mlp_only_layers:
+        case "qwen3_moe" | "qwen3_next" if config.num_experts and layer not in config.mlp_only_layers:
             if (layer + 1) % config.decoder_sparse_step:
                 return None
-            renormalise = bool(config.norm_topk_prob)
+            shared = getattr(config, "shared_expert_intermediate_size", 0)
             spec = MoeSpec(
-                config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size, renormalise=renormalise
+                config.num_experts,
+                config.num_experts_per_tok,
+                config.moe_intermediate_size,
+                shared_ffn=shared,
+                shared_gate=shared > 0,
+                renormalise=bool(config.norm_topk_prob),
             )
         case "deepseek_v2" | "deepseek_v3" if layer >= config.first_k_dense_replace:
             spec = _deepseek(config)
