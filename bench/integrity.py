@@ -51,7 +51,7 @@ class Loads:
             config, 0, TransferStats(), SimpleQueue[object]().put, copier=self.copier
         )
         self.transfer.register(domain)
-        self.transfer.build(count)
+        self.transfer.build({BlockType.KV: count})
         assert cache.host is not None
         cache.host.copy_(torch.randint(0, 256, cache.host.shape, dtype=torch.uint8))
         names = [number.to_bytes(HASH_BYTES, "little") for number in range(count)]

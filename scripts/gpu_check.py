@@ -240,7 +240,7 @@ class Bench:
         self.copier = self.runner.platform.copier(config)
         self.transfer = HierarchyKVCacheTransfer(config, 0, TransferStats(), self.answers.put, copier=self.copier)
         self.transfer.register(domain)
-        self.transfer.build(num_blocks)
+        self.transfer.build({BlockType.KV: num_blocks})
 
     def forward(self, plan: Any) -> Any:
         """One step that waits, layer by layer, for the loads started before it."""

@@ -209,7 +209,7 @@ def test_the_target_of_a_read_that_may_still_write_is_left_alone_for_a_while(mon
     simulation.manager.store_reads.on_answer(PrefetchAnswer(batch.prefetch_id, 0, 0, answer))
     simulation.run()
     manager = simulation.manager
-    assert [block for _, block in manager.store_reads.quarantine] == [batch.host[1]]
+    assert [block for _, _, block in manager.store_reads.quarantine] == [batch.host[1]]
     assert manager.block_counts()["host"]["KV"]["quarantined"] == 1
     assert manager.block_counts()["host"]["KV"]["pinned"] == 0
     taken = manager.host.allocate(manager.host.num_available)
@@ -252,7 +252,7 @@ def test_a_read_given_up_leaves_its_targets_alone_until_every_rank_has_ended_it(
     reads.on_answer(PrefetchAnswer(batch.prefetch_id, 0, 1, bytes(4)))  # once more: nothing to it
     assert reads.num_left_alone == 4, "the other rank still reads"
     reads.on_answer(PrefetchAnswer(batch.prefetch_id, 0, 0, bytes([HIT] * 4)))
-    assert [block for _, block in reads.quarantine] == [batch.host[1]] and reads.num_left_alone == 1
+    assert [block for _, _, block in reads.quarantine] == [batch.host[1]] and reads.num_left_alone == 1
     now[0] += QUARANTINE_S
     reads.release_quarantine()
     assert reads.num_left_alone == 0 == simulation.manager.host.num_pinned

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from xllm_hier import plans, wire
-from xllm_hier.block import BlockLayout, BlockType, TensorSpec, Trailer, common_boundary, restorable_blocks
+from xllm_hier.block import BlockLayout, BlockType, RestoreRule, TensorSpec, Trailer, common_boundary
 from xllm_hier.config import EngineConfig
 from xllm_hier.errors import ConfigError, WireError
 from xllm_hier.hashing import block_hash, decode_tag, prompt_hashes, root_hash
@@ -178,12 +178,63 @@ def test_objects_hold_payload_and_trailer_at_multiples_of_64_bytes() -> None:
     assert layout().object_bytes == layout().payload_bytes + 64
 
 
-def test_the_restore_rule_equals_a_brute_force_search() -> None:
+Present = dict[BlockType, tuple[bool, ...]]
+
+
+def restores_at(boundary: int, rules: list[RestoreRule], present: Present) -> bool:
+    """Token by token: is everything there that a row behind `boundary` may look at?"""
+    for rule in rules:
+        first = max(0, boundary - rule.span) if rule.span else 0
+        for token in range(first, boundary):
+            if boundary % rule.block_size or not present[rule.block_type][token // rule.block_size]:
+                return False
+    return True
+
+
+def brute_force(rules: list[RestoreRule], present: Present, limit: int) -> int:
+    return max(boundary for boundary in range(limit + 1) if restores_at(boundary, rules, present))
+
+
+def boundary_of(rules: list[RestoreRule], present: Present, limit: int) -> int:
+    return common_boundary(rules, lambda kind, index: present[kind][index], limit)
+
+
+def test_the_restore_rule_of_kv_equals_a_brute_force_search() -> None:
+    rules = [RestoreRule(BlockType.KV, 4)]
     for size in range(7):
-        for present in itertools.product([False, True], repeat=size):
-            brute = max(b for b in range(size + 1) if all(present[:b]))
-            assert restorable_blocks(BlockType.KV, present) == brute
-            assert common_boundary({BlockType.KV: present}, {BlockType.KV: 4}) == 4 * brute
+        for have in itertools.product([False, True], repeat=size):
+            present = {BlockType.KV: have}
+            assert boundary_of(rules, present, 4 * size) == brute_force(rules, present, 4 * size)
+
+
+@pytest.mark.parametrize("window", [1, 3, 4, 5, 8, 9, 30])
+@pytest.mark.parametrize("others", [(), (BlockType.KV,), (BlockType.KV, BlockType.LINEAR)])
+def test_the_boundary_of_several_types_equals_a_brute_force_search(window: int, others: tuple[BlockType, ...]) -> None:
+    spans = {BlockType.KV: 0, BlockType.LINEAR: 1}
+    rules = [RestoreRule(kind, 4, spans[kind]) for kind in others] + [RestoreRule(BlockType.SWA, 4, window)]
+    for have in itertools.product([False, True], repeat=4 * len(rules)):
+        present = {rule.block_type: have[4 * i : 4 * i + 4] for i, rule in enumerate(rules)}
+        for limit in (16, 13):
+            assert boundary_of(rules, present, limit) == brute_force(rules, present, limit)
+
+
+def test_types_of_different_block_sizes_meet_where_all_their_blocks_end() -> None:
+    rules = [RestoreRule(BlockType.KV, 6), RestoreRule(BlockType.SWA, 4, 5)]
+    for have in itertools.product([False, True], repeat=4 + 6):
+        present = {BlockType.KV: have[:4], BlockType.SWA: have[4:]}
+        assert boundary_of(rules, present, 24) == brute_force(rules, present, 24)
+
+
+def test_what_a_restore_needs_is_asked_for_from_the_top() -> None:
+    """Where a long prefix is whole, nothing below the window is looked at."""
+    asked = []
+
+    def has(kind: BlockType, index: int) -> bool:
+        asked.append(index)
+        return True
+
+    assert common_boundary([RestoreRule(BlockType.SWA, 4, 8)], has, 400) == 400
+    assert sorted(asked) == [98, 99]
 
 
 # ----------------------------------------------------------------------------------------------- wire

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import zmq
 
+from xllm_hier.block import BlockType
 from xllm_hier.config import EngineConfig
 from xllm_hier.engine.block_pool import BlockPool
 from xllm_hier.engine.core import AWAY_S, EngineCore, api_address
@@ -153,8 +154,8 @@ def test_ranks_that_live_are_left_alone_however_long_nothing_happens(bench: Benc
 def test_a_copy_that_does_not_end_is_blamed_on_the_rank_that_does_not_answer(bench: Bench) -> None:
     pool = bench.core.manager.device
     (block,) = pool.allocate(1) or [0]
-    bench.core.manager.host = bench.core.manager.write_back._host = BlockPool(4)
-    bench.core.manager.write_back.queue(block, bytes(16), bytes(16), None, put=False)
+    bench.core.manager.pools[BlockType.KV].host = BlockPool(4)
+    bench.core.manager.write_back.queue(BlockType.KV, block, bytes(16), bytes(16), None, put=False)
     bench.core.manager.transfer_offload_blocks()
     (transfer_id,) = bench.core.manager.write_back._offloads
     bench.answers[0].send(OffloadCopied(transfer_id, 0, 1))

@@ -22,6 +22,7 @@ FLOORS = [
     [
         "models",
         "engine.block_pool",
+        "engine.type_blocks",
         "engine.prefetch",
         "engine.sequence",
         "engine.write_back",

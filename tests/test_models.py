@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import Driver, generated, prompt_part, random_prompt, random_table
 from transformers import AutoModelForCausalLM
 
+from xllm_hier.block import BlockType
 from xllm_hier.config import EngineConfig
 from xllm_hier.errors import ConfigError
 from xllm_hier.models.linear import Fused, Linear, TileSizes, cheapest_class, choose_tiles, equal_bit_classes
@@ -145,14 +146,33 @@ def test_every_layer_is_waited_for_in_order_before_it_touches_the_cache(tmp_path
 
 def test_layout_and_limits_come_from_the_model(tmp_path):
     runner = ModelRunner(EngineConfig(model=str(tiny_models.make(tmp_path, "gemma3"))), progress=False)
-    layout = runner.layout.blocks[0]
-    assert layout.block_size == 32
-    assert layout.layers == (0, 1)
-    assert [(tensor.role, tensor.dtype, tensor.shape) for tensor in layout.tensors] == [
-        ("key", "float32", (32, 2, 20)),
-        ("value", "float32", (32, 2, 20)),
-    ]
+    full, sliding = runner.layout.blocks
+    assert (full.block_type, full.layers, full.span) == (BlockType.KV, (1,), 0)
+    assert (sliding.block_type, sliding.layers, sliding.span) == (BlockType.SWA, (0,), tiny_models.WINDOW)
+    for layout in (full, sliding):
+        assert layout.block_size == 32
+        assert [(tensor.role, tensor.dtype, tensor.shape) for tensor in layout.tensors] == [
+            ("key", "float32", (32, 2, 20)),
+            ("value", "float32", (32, 2, 20)),
+        ]
     assert (runner.max_model_len, runner.vocab_size) == (2048, tiny_models.VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "layers"),
+    [
+        ("gemma3", {"cache_layout": "flat"}, {"KV": (0, 1)}),
+        ("gemma3", {"max_model_len": tiny_models.WINDOW}, {"KV": (0, 1)}),  # no sequence outgrows the window
+        ("gemma3", {"model_impl": "hf"}, {"KV": (0, 1)}),
+        ("mistral", {}, {"SWA": (0, 1)}),
+        ("mistral", {"num_speculative_tokens": 2}, {"KV": (0, 1)}),  # a draft's blocks have the numbers of KV blocks
+        ("mistral", {"num_speculative_tokens": 2, "speculative_algorithm": "ngram"}, {"SWA": (0, 1)}),
+        ("qwen3_next", {}, {"KV": (1, 3), "LINEAR": (0, 2)}),
+    ],
+)
+def test_layers_are_sorted_into_block_types(tmp_path, family, settings, layers):
+    runner = ModelRunner(EngineConfig(model=str(tiny_models.make(tmp_path, family)), **settings), progress=False)
+    assert {block.block_type.value: block.layers for block in runner.layout.blocks} == layers
 
 
 def test_generation_config_names_the_end_tokens_before_config(tmp_path):
@@ -285,6 +305,7 @@ def test_linear_computes_what_its_name_says(fused, dtype):
         Fused.NONE: lambda: y,
         Fused.SILU: lambda: torch.nn.functional.silu(y),
         Fused.GELU: lambda: torch.nn.functional.gelu(y),
+        Fused.SIGMOID: lambda: torch.sigmoid(y),
         Fused.GELU_TANH: lambda: torch.nn.functional.gelu(y, approximate="tanh"),
         Fused.ADD: lambda: y + other.double(),
         Fused.MUL: lambda: y * other.double(),

@@ -98,7 +98,7 @@ class Instance:
         layout = layout_of(replicated)
         self.ranks = [Rank(config, rank, layout, meeting) for rank in range(tp_size)]
         self.count = 0
-        builds = [threading.Thread(target=rank.transfer.build, args=(NUM_HOST,)) for rank in self.ranks]
+        builds = [threading.Thread(target=rank.transfer.build, args=({BlockType.KV: NUM_HOST},)) for rank in self.ranks]
         for build in builds:
             build.start()
         for build in builds:

@@ -57,7 +57,7 @@ class World:
         self.transfer = HierarchyKVCacheTransfer(config, 0, self.stats, self.answers.append, copier=self.copier)
         for domain in domains:
             self.transfer.register(domain)
-        self.transfer.build(NUM_HOST)
+        self.transfer.build({BlockType.KV: NUM_HOST})
         for cache in self.caches:
             assert cache.host is not None
             cache.host.fill_(0xFF)  # NaN in every float type: what nobody wrote must not pass for KV

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -27,9 +27,15 @@ TRAILER_BYTES = 64
 
 
 class BlockType(str, Enum):
-    """Kind of cache a block belongs to; the name is part of the store key."""
+    """Kind of cache a block belongs to; the name is part of the store key.
+
+    KV: attention over all tokens. SWA: attention over a sliding window. LINEAR: a checkpoint, which is the recurrent
+    state behind the block's last token.
+    """
 
     KV = "KV"
+    SWA = "SWA"
+    LINEAR = "LINEAR"
 
 
 class CacheRole(str, Enum):
@@ -58,6 +64,7 @@ class BlockLayout:
 
     `layers` are the model's layer numbers of this type in order; every one of them has all of `tensors`. `replicated`:
     every rank's blocks hold the same bytes (MLA), so that one host copy per node and one store object serve them all.
+    `span`: the reach of the type's restore rule, see `RestoreRule`.
     """
 
     block_type: BlockType
@@ -65,6 +72,11 @@ class BlockLayout:
     layers: tuple[int, ...]
     tensors: tuple[TensorSpec, ...]
     replicated: bool = False
+    span: int = 0
+
+    @property
+    def rule(self) -> RestoreRule:
+        return RestoreRule(self.block_type, self.block_size, self.span)
 
     def kept_by(self, rank: int) -> bool:
         """`rank` writes these blocks to the host and moves them to and from the store; otherwise it only loads them."""
@@ -100,6 +112,11 @@ class CacheLayout:
     role: CacheRole
     blocks: tuple[BlockLayout, ...]
 
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model, counted over all types."""
+        return max(layout.layers[-1] + 1 for layout in self.blocks)
+
     def of(self, block_type: BlockType) -> BlockLayout:
         """The layout of one type. Raises KeyError when this domain has no blocks of that type."""
         for layout in self.blocks:
@@ -108,28 +125,57 @@ class CacheLayout:
         raise KeyError(block_type)
 
 
-def restorable_blocks(block_type: BlockType, present: Sequence[bool]) -> int:
-    """Largest boundary, in blocks, from which computing can go on if exactly the blocks `present` can be had.
+@dataclass(frozen=True)
+class RestoreRule:
+    """Which blocks of one type must be present so that computing can go on from a boundary.
 
-    This is the restore rule of the type. KV: every block before the boundary.
+    Those that cover the last `span` tokens before it: a sliding window's length for SWA, 1 for LINEAR, whose block is
+    the state behind its last token; 0 stands for all tokens (KV). With a window of w tokens the next row sees w - 1 of
+    them; the one more serves a last token that is computed again.
     """
-    if block_type is not BlockType.KV:
-        raise KeyError(block_type)
-    for index, here in enumerate(present):
-        if not here:
-            return index
-    return len(present)
+
+    block_type: BlockType
+    block_size: int
+    span: int = 0
+
+    def needed(self, boundary: int) -> range:
+        """Block numbers that must be present to go on from `boundary` tokens, a multiple of the block size."""
+        first = max(0, boundary - self.span) // self.block_size if self.span else 0
+        return range(first, boundary // self.block_size)
 
 
-def common_boundary(present: Mapping[BlockType, Sequence[bool]], block_sizes: Mapping[BlockType, int]) -> int:
-    """Largest boundary in tokens at which every type's restore rule holds; 0 when nothing can be restored.
+def common_boundary(rules: Sequence[RestoreRule], has: Callable[[BlockType, int], bool], limit: int) -> int:
+    """Largest boundary of at most `limit` tokens at which the rules of all types hold; 0 when nothing can be restored.
 
-    `present[t][i]` says whether block i of type t can be had from any tier, in every domain, on every rank.
+    `has(t, i)` says whether block i of type t can be had, in every domain, on every rank. It is asked for every block
+    up to the first that is missing only where a rule needs all; the rules with a span are tried from there downwards,
+    since what holds at a boundary may not hold at a smaller one.
     """
-    return min(
-        (restorable_blocks(block_type, have) * block_sizes[block_type] for block_type, have in present.items()),
-        default=0,
-    )
+    step = math.lcm(*(rule.block_size for rule in rules))
+    boundary = limit
+    for rule in rules:
+        if not rule.span:
+            count = boundary // rule.block_size
+            present = next((index for index in range(count) if not has(rule.block_type, index)), count)
+            boundary = min(boundary, present * rule.block_size)
+    spans = [rule for rule in rules if rule.span]
+    boundary -= boundary % step
+    while boundary:
+        missing = _last_missing(spans, has, boundary)
+        if missing is None:
+            break
+        # Each boundary between the missing block and this one would need that block, too.
+        boundary = missing - missing % step
+    return boundary
+
+
+def _last_missing(rules: Sequence[RestoreRule], has: Callable[[BlockType, int], bool], boundary: int) -> int | None:
+    """First token of the last block that some rule needs at `boundary` and that is missing; None: nothing is."""
+    for rule in rules:
+        for index in reversed(rule.needed(boundary)):
+            if not has(rule.block_type, index):
+                return index * rule.block_size
+    return None
 
 
 class Trailer:

@@ -83,6 +83,39 @@ class EngineConfig:
         low=0.01,
         high=0.99,
     )
+    cache_layout: str = _setting(
+        "auto",
+        CACHE,
+        "auto = layers with a sliding window have blocks of their own, of which a sequence keeps its window; flat = "
+        "all attention layers share one kind of block",
+        choices=("auto", "flat"),
+    )
+    swa_blocks_factor: float = _setting(
+        0.5, CACHE, "blocks of sliding-window layers = factor x those of full attention", low=0.0, high=1.0
+    )
+    swa_checkpoint_stride: int = _setting(
+        0,
+        CACHE,
+        "of sliding-window layers the window before each multiple of so many tokens goes to host and store, beside "
+        "that before the prompt's end; 0 = four windows",
+        unit="tokens",
+        low=0,
+    )
+    linear_checkpoint_stride: int = _setting(
+        0,
+        CACHE,
+        "of recurrent layers the state behind each multiple of so many tokens is kept, beside that behind the prompt's "
+        "last block; 0 = 1024",
+        unit="tokens",
+        low=0,
+    )
+    linear_checkpoints_factor: float = _setting(
+        1.0,
+        CACHE,
+        "checkpoints of recurrent layers on the device for each linear_checkpoint_stride of tokens that it has blocks "
+        "for",
+        low=0.0,
+    )
     host_blocks_factor: float = _setting(
         0.0, CACHE, "host blocks = factor x device blocks; the host cache exists only above 1.0", low=0.0
     )
@@ -235,6 +268,9 @@ class EngineConfig:
                 "host_blocks_factor", self.host_blocks_factor, "above 1.0 with --enable_kvcache_store=true"
             )
         self._check_speculation()
+        for name in ("swa_checkpoint_stride", "linear_checkpoint_stride"):
+            if self.block_size and getattr(self, name) % self.block_size:
+                raise ConfigError(name, getattr(self, name), f"a multiple of block_size {self.block_size}")
         if self.block_size and self.prefill_tile_rows % self.block_size:
             raise ConfigError(
                 "prefill_tile_rows", self.prefill_tile_rows, f"a multiple of block_size {self.block_size}"

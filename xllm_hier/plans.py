@@ -170,6 +170,16 @@ class PrefetchFromStorage:
 
 
 @dataclass(frozen=True)
+class ProbeStorage:
+    """Which of these blocks does the store have? Asked for all types of one request's blocks before anything is read;
+    answered by one `ProbeAnswer`. `hashes[t]` are those of type `block_types[t]`."""
+
+    prefetch_id: int
+    block_types: list[str]
+    hashes: list[bytes]
+
+
+@dataclass(frozen=True)
 class TransferBlocks:
     """Layered H2D load, registered before the forward that needs it; answered by one `TransferAck` at once.
 
@@ -194,11 +204,29 @@ class TransferKvBlocks:
     put: bool = True
 
 
+HOLE = -1
+
+
+@dataclass(frozen=True)
+class StateMoves:
+    """A sequence's recurrent state in one step: block `source` holds it before the first token (HOLE: there is none
+    yet), and after `positions[i]` tokens of the sequence it goes to block `blocks[i]`; positions ascend.
+
+    A source that is not among `blocks` is only read: a checkpoint that others share is never written.
+    """
+
+    source: int
+    positions: Ints
+    blocks: Ints
+
+
 @dataclass(frozen=True)
 class PrefillSequence:
     """Prompt tokens `start .. start + len(token_ids)` of one sequence, computed by the prefill path.
 
     `block_table[i]` is the device block of positions i*block_size...; it covers at least start + len(token_ids) tokens.
+    `window_table` is the same for SWA blocks, HOLE where the block has slid out of the window, empty when the model has
+    none; `states` are the moves of LINEAR blocks.
     KV is written only for positions >= `write_from`: a full hit computes its last token again without touching the
     shared block. `sampling` None: nothing is sampled (the chunk is not the prompt's last). `draw` is the index of the
     draw (number of tokens generated before). `prompt_logprobs`: as in AddRequest, for the tokens that follow each
@@ -220,6 +248,8 @@ class PrefillSequence:
     draft_from: int = -1
     num_proposals: int = 0
     next_generated: bool = False
+    window_table: Ints = field(default_factory=lambda: ints([]))
+    states: StateMoves | None = None
 
 
 @dataclass(frozen=True)
@@ -242,6 +272,8 @@ class DecodeSequence:
     next_token: int = -1
     draft_from: int = -1
     num_proposals: int = 0
+    window_table: Ints = field(default_factory=lambda: ints([]))
+    states: StateMoves | None = None
 
 
 @dataclass(frozen=True)
@@ -285,8 +317,21 @@ class WorkerCall:
 
 
 @dataclass(frozen=True)
+class TypeSizes:
+    """Blocks of one BlockType on one rank: how many in each tier, of `block_bytes` each on the device in all domains
+    together, and the `span` of its restore rule."""
+
+    block_type: str
+    span: int
+    num_device_blocks: int
+    num_host_blocks: int
+    block_bytes: int
+
+
+@dataclass(frozen=True)
 class WorkerReady:
-    """What a worker brings: sizes found after the model was loaded. `layout` is `CacheLayout` in plain form."""
+    """What a worker brings: sizes found after the model was loaded. `num_device_blocks`, `num_host_blocks` and
+    `block_bytes` are those of the model's first BlockType, `types` has all; empty stands for KV alone."""
 
     rank: int
     num_device_blocks: int
@@ -296,6 +341,13 @@ class WorkerReady:
     eos_token_ids: list[int]
     block_bytes: int
     details: dict[str, Any]
+    types: list[TypeSizes] = field(default_factory=list)
+
+    @property
+    def all_types(self) -> list[TypeSizes]:
+        """The sizes of each BlockType of the model, the first one's first."""
+        kv = TypeSizes("KV", 0, self.num_device_blocks, self.num_host_blocks, self.block_bytes)
+        return self.types or [kv]
 
 
 MISS, HIT, UNKNOWN = 0, 1, 2
@@ -314,6 +366,15 @@ class PrefetchAnswer:
     offset: int
     rank: int
     hits: bytes
+
+
+@dataclass(frozen=True)
+class ProbeAnswer:
+    """Rank-local result of a `ProbeStorage`, one byte per block: HIT where every object of this rank is there."""
+
+    prefetch_id: int
+    rank: int
+    hits: list[bytes]
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,9 @@ that nobody changed the weights under one name, copied a layer too few, or mixed
 
     restored   | 0 | 1 | 2 | 3 |     the request's device blocks, kept after its end
     fresh      | 0'| 1'| 2'| 3'|     computed tile by tile when nothing else is to be done, then compared on each rank
+
+KV blocks are compared. What a model's other blocks brought shows in them, as their layers follow one another; a model
+of sliding windows alone keeps no prefix that could be compared.
 """
 
 from __future__ import annotations
@@ -13,7 +16,17 @@ import logging
 from dataclasses import dataclass, field
 
 from ..block import BlockType
-from ..plans import DIFFERENT, EQUAL, BlocksCompared, CompareBlocks, PrefillSequence, ints
+from ..plans import (
+    DIFFERENT,
+    EQUAL,
+    AddRequest,
+    BlocksCompared,
+    CompareBlocks,
+    PrefillSequence,
+    PromptUsage,
+    SamplingSpec,
+    ints,
+)
 from .block_manager import HierarchyBlockManagerPool
 from .sequence import Sequence
 
@@ -24,15 +37,17 @@ TILE = 256  # tokens per step: how long a request that comes meanwhile may have 
 
 @dataclass(eq=False)
 class _Audit:
-    """One prefix under audit; all blocks are pinned by it."""
+    """One prefix under audit; the `restored` blocks are pinned by it, the others are those of `again`."""
 
     request_id: str
-    tokens: list[int]
     restored: list[int]
-    fresh: list[int] = field(default_factory=list)
-    num_computed: int = 0
+    again: Sequence
     compare_id: int = 0
     worst: dict[int, int] = field(default_factory=dict)  # by rank
+
+    @property
+    def fresh(self) -> list[int]:
+        return self.again.device_blocks
 
 
 class Auditor:
@@ -59,16 +74,22 @@ class Auditor:
 
     def consider(self, sequence: Sequence) -> None:
         """A request has ended and still holds its blocks: perhaps keep those that were restored for it."""
+        manager = self._manager
         if not self._rate or not sequence.num_restored or sequence.aborted or self.alarm:
+            return
+        if BlockType.KV not in manager.pools:
             return
         self._seen += 1
         if self._seen % self._rate or self._audit is not None:
             return
         blocks = sequence.device_blocks[: sequence.num_restored]
         for block in blocks:
-            self._manager.device.pin(block)
-        tokens = sequence.tokens[: len(blocks) * self._manager.block_size]
-        self._audit = _Audit(sequence.request.request_id, tokens, blocks)
+            manager.device.pin(block)
+        tokens = sequence.tokens[: len(blocks) * manager.block_size]
+        request = AddRequest(sequence.request.request_id, ints(tokens), SamplingSpec(), 0)
+        again = Sequence(request, manager.block_size, True, manager.types, private=True)
+        again.usage = PromptUsage(0, 0, 0, 0)  # nobody asked for it
+        self._audit = _Audit(request.request_id, blocks, again)
 
     @property
     def has_work(self) -> bool:
@@ -85,14 +106,20 @@ class Auditor:
         audit = self._audit
         if audit is None or audit.compare_id:
             return None
-        if not audit.fresh:
-            blocks = self._manager.device.allocate(len(audit.restored))
-            if blocks is None:
-                self.give_up()
-                return None
-            audit.fresh = blocks
-        start = audit.num_computed
-        return PrefillSequence(start, ints(audit.tokens[start : start + TILE]), ints(audit.fresh), start)
+        again = audit.again
+        start = again.num_computed
+        end = min(start + TILE, again.prompt_length)
+        if not self._manager.allocate(again, end):
+            self.give_up()
+            return None
+        return PrefillSequence(
+            start,
+            ints(again.tokens[start:end]),
+            again.table(BlockType.KV),
+            start,
+            window_table=again.table(BlockType.SWA),
+            states=self._manager.move_states(again, end),
+        )
 
     def give_up(self) -> bool:
         """Let go of the blocks; True when there were any to let go of. Those being compared stay until the answer."""
@@ -109,8 +136,10 @@ class Auditor:
         """The step with the last tile has ended; with the end of the prefix the comparison begins."""
         audit = self._audit
         assert audit is not None
-        audit.num_computed = min(audit.num_computed + TILE, len(audit.tokens))
-        if audit.num_computed == len(audit.tokens):
+        again = audit.again
+        again.num_computed = min(again.num_computed + TILE, again.prompt_length)
+        self._manager.publish_computed(again)
+        if not again.in_prefill:
             audit.compare_id = self._manager.new_id()
             self._manager.link.broadcast(
                 CompareBlocks(audit.compare_id, BlockType.KV.value, ints(audit.restored), ints(audit.fresh))
@@ -149,5 +178,6 @@ class Auditor:
         self._manager.trust()
 
     def _release(self, audit: _Audit) -> None:
-        self._manager.device.unpin([*audit.restored, *audit.fresh])
+        self._manager.device.unpin(audit.restored)
+        self._manager.deallocate(audit.again)
         self._audit = None

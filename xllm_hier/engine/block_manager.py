@@ -3,50 +3,77 @@
 The three phases of the specification are `prefetch_from_storage` / `update_prefetch_result` (G2H), `allocate` /
 `transfer_blocks` (H2D), and `deallocate` / `transfer_offload_blocks` (D2H2G). Every transfer begins with its blocks
 pinned and ends in one method that commits or rolls back: `StoreReads._finish`, `finish_step`, `_finish_copy`.
+
+A model's blocks may be of several types, each with pools and a restore rule of its own; all types number their blocks
+alike and share one chain of hashes. What is worth keeping of those types that a restore needs only a part of is what
+lies before certain boundaries: a multiple of the type's stride, the prompt's end, and where a prompt left another's.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Types
 from dataclasses import dataclass
 
 from ..block import BlockType, common_boundary
-from ..plans import PromptUsage, TransferAck, TransferBlocks
+from ..plans import HOLE, PromptUsage, StateMoves, TransferAck, TransferBlocks, TypeSizes, ints
 from .block_pool import BlockPool
 from .drafts import Drafting
 from .restore_policy import RestorePolicy
 from .sequence import Sequence
 from .store_reads import ReadLimits, StoreReads
-from .write_back import WorkerLink, WriteBack, block_mapping
+from .type_blocks import TypePools
+from .write_back import WorkerLink, WriteBack, block_mappings, draft_part
 
 log = logging.getLogger("xllm.engine")
+
+_SLOWEST_LAST = ("device", "host", "store")
 
 
 @dataclass(frozen=True)
 class _Load:
     """One H2D block of a registered batch; the host block is pinned until the forward that waits for it returns."""
 
+    type: BlockType
     host: int
     device: int
     block_hash: bytes
 
 
+@dataclass(frozen=True)
+class _Found:
+    """A block of a prefix: on the device, or None there and on the host; with one more reference."""
+
+    pools: TypePools
+    index: int
+    device: int | None
+    host: int | None
+
+
 class HierarchyBlockManagerPool:
     """Device and host blocks of one instance.
 
-    `num_host_blocks` 0 switches the host tier off, `store_enabled` False the store, `enable_prefix_cache` False all
-    reuse. `policy` decides what is restored; None: whatever can be. A draft model's blocks (`drafting`) have the
-    numbers of the target's and move with them.
+    `types` are the model's BlockTypes with their sizes; none: KV blocks, `num_device_blocks` and `num_host_blocks`, of
+    which 0 switches the host tier off. `strides[t]` says behind how many tokens each something of type t is kept for
+    restores that begin there. Steps over prompt tokens end at multiples of `scan_tokens`, or with the prompt.
+
+    `store_enabled` False switches the store off, `enable_prefix_cache` False all reuse. `policy` decides what is
+    restored; None: whatever can be. A draft model's blocks (`drafting`) have the numbers of the target's KV blocks and
+    move with them.
     """
 
     def __init__(
         self,
         link: WorkerLink,
         *,
-        num_device_blocks: int,
-        num_host_blocks: int,
+        num_device_blocks: int = 0,
+        num_host_blocks: int = 0,
         block_size: int,
+        types: Types[TypeSizes] = (),
+        strides: Mapping[BlockType, int] | None = None,
+        scan_tokens: int = 1,
         enable_prefix_cache: bool = True,
         store_enabled: bool = False,
         decode_kv_reuse: str = "canonical",
@@ -57,10 +84,17 @@ class HierarchyBlockManagerPool:
         self.drafting = drafting or Drafting()
         self.link = link
         self.block_size = block_size
-        self.device = BlockPool(num_device_blocks)
-        self.host = BlockPool(num_host_blocks)
+        self.scan_tokens = scan_tokens
+        types = types or [TypeSizes(BlockType.KV.value, 0, num_device_blocks, num_host_blocks, 0)]
+        self.pools = {BlockType(sizes.block_type): TypePools(sizes, block_size) for sizes in types}
+        self.types = tuple(self.pools)
+        self._rules = [pools.rule for pools in self.pools.values()]
+        self._tables = [pools for pools in self.pools.values() if pools.type is not BlockType.LINEAR]
+        self._stride_blocks = {kind: -(-tokens // block_size) for kind, tokens in (strides or {}).items()}
+        first = self.pools[self.types[0]]
+        self.device, self.host = first.device, first.host
         self.prefix_cache = enable_prefix_cache
-        self.store_enabled = self._store_wanted = store_enabled and num_host_blocks > 0
+        self.store_enabled = self._store_wanted = store_enabled and self.host.num_blocks > 0
         self.decode_kv_reuse = decode_kv_reuse
         self.policy = policy or RestorePolicy(block_size, measured=False)
         self._next_id = 1
@@ -70,16 +104,14 @@ class HierarchyBlockManagerPool:
         self._failed_acks: set[int] = set()
         self.write_back = WriteBack(
             link,
-            self.device,
-            self.host,
+            self.pools,
             self.new_id,
             store_enabled=self.store_enabled,
             draft_domain=self.drafting.by_model,
         )
         self.store_reads = StoreReads(
             link,
-            self.device,
-            self.host,
+            self.pools,
             self.new_id,
             limits=limits or ReadLimits(),
             policy=self.policy,
@@ -120,32 +152,50 @@ class HierarchyBlockManagerPool:
 
     # ------------------------------------------------------------------------------------------ the prefix
 
+    def _shares(self, sequence: Sequence) -> bool:
+        """The sequence takes blocks that others left, and leaves its own."""
+        return self.prefix_cache and not sequence.private
+
     def _num_candidates(self, sequence: Sequence) -> int:
         """Full blocks of the known tokens that could spare computing anything."""
-        if not self.prefix_cache:
+        if not self._shares(sequence):
             return 0
         limit = sequence.reuse_limit
-        if sequence.num_generated:
-            return limit // self.block_size  # the decode path writes its last row: not into a shared block
+        if sequence.num_generated or BlockType.LINEAR in self.pools:
+            # The decode path writes its last row: not into a shared block. And no state lies before a block's end.
+            return limit // self.block_size
         return min(len(sequence.tokens) // self.block_size, -(-limit // self.block_size))
 
-    def _host_block(self, sequence: Sequence, index: int) -> int | None:
+    def _host_block(self, sequence: Sequence, pools: TypePools, index: int) -> int | None:
         if not self.policy.loading_pays():
             return None
-        mounted = sequence.mounted.get(index)
-        return mounted if mounted is not None else self.host.find(sequence.hash_of(index))
+        mounted = sequence.held[pools.type].mounted.get(index)
+        return mounted if mounted is not None else pools.host.find(sequence.hash_of(index))
 
     def _num_restorable(self, sequence: Sequence) -> int:
         """Blocks up to the boundary that device and host can provide together."""
-        present = []
-        for index in range(self._num_candidates(sequence)):
-            here = (
-                self.device.find(sequence.hash_of(index)) is not None or self._host_block(sequence, index) is not None
+
+        def has(block_type: BlockType, index: int) -> bool:
+            pools = self.pools[block_type]
+            on_device = pools.device.find(sequence.hash_of(index)) is not None
+            return on_device or self._host_block(sequence, pools, index) is not None
+
+        limit = self._num_candidates(sequence) * self.block_size
+        return common_boundary(self._rules, has, limit) // self.block_size
+
+    def _num_matched(self, sequence: Sequence, boundary: int) -> int:
+        """Blocks that are there of the first type, which may reach beyond the boundary that all types allow."""
+        pools, end = self.pools[self.types[0]], self._num_candidates(sequence)
+        while (
+            len(self.pools) > 1
+            and boundary < end
+            and (
+                pools.device.find(sequence.hash_of(boundary)) is not None
+                or self._host_block(sequence, pools, boundary) is not None
             )
-            present.append(here)
-            if not here:
-                break
-        return common_boundary({BlockType.KV: present}, {BlockType.KV: self.block_size}) // self.block_size
+        ):
+            boundary += 1
+        return boundary
 
     def match(self, sequence: Sequence) -> int:
         """Tokens that `allocate` would take from device and host now; nothing is changed."""
@@ -165,7 +215,8 @@ class HierarchyBlockManagerPool:
         if sequence.waits_for is not None and sequence.waits_for in self._filling:
             return True
         sequence.waits_for = None
-        index, end = self._num_restorable(sequence), self._num_candidates(sequence)
+        end = self._num_candidates(sequence)
+        index = self._num_matched(sequence, self._num_restorable(sequence))
         owner = self._filling.get(sequence.hash_of(index)) if index < end else None
         if owner is None or owner is sequence:
             return False
@@ -173,6 +224,17 @@ class HierarchyBlockManagerPool:
             sequence.waits_for = sequence.hash_of(index)
             index += 1
         return True
+
+    @property
+    def most_tokens(self) -> int:
+        """Longest sequence that the device has blocks for."""
+        whole = [pools.device.num_blocks * self.block_size for pools in self._tables if not pools.rule.span]
+        return min(whole, default=sys.maxsize)
+
+    @property
+    def num_available(self) -> int:
+        """Device blocks that every type with a block table could still give."""
+        return min(pools.device.num_available for pools in self._tables)
 
     # ------------------------------------------------------------------------------- phase 1: G2H prefetch
 
@@ -191,81 +253,114 @@ class HierarchyBlockManagerPool:
 
         Joins device prefix and mounted host prefix, reserves host blocks for the later write-back (best effort, all or
         none), publishes the metadata of restored blocks up to the token cursor, and plans their load. False and
-        nothing changed when the device has not enough blocks.
+        nothing changed when the device has not enough blocks of some type.
         """
-        restored: list[tuple[int | None, int | None]] = []
+        found: list[_Found] = []
+        boundary = 0
         if not sequence.probed:
-            restored = self._pin_prefix(sequence)
-        held = len(sequence.device_blocks) + len(restored)
-        num_loads = sum(device is None for device, _ in restored)
-        num_new = max(0, -(-num_tokens // self.block_size) - held)
-        blocks = self.device.allocate(num_loads + num_new)
+            boundary = self._num_restorable(sequence)
+            found = self._pin_prefix(sequence, boundary)
+        count = -(-num_tokens // self.block_size)
+        new = {
+            pools.type: max(0, count - max(boundary, len(sequence.held[pools.type].blocks))) for pools in self._tables
+        }
+        if BlockType.LINEAR in self.pools and not sequence.live_states:
+            new[BlockType.LINEAR] = 1 + self.drafting.num_tokens
+        loads = {kind: sum(item.device is None and item.pools.type is kind for item in found) for kind in new}
+        blocks = self._allocate_all({kind: new[kind] + loads[kind] for kind in new})
         if blocks is None:
-            self._unpin_prefix(restored)
+            self._unpin_prefix(found)
             return False
         if not sequence.probed:
-            self._join_prefix(sequence, restored, blocks[:num_loads])
-        sequence.device_blocks.extend(blocks[num_loads:])
+            self._join_prefix(sequence, boundary, found, {kind: blocks[kind][: loads[kind]] for kind in new})
+        for kind in new:
+            if kind is BlockType.LINEAR:
+                sequence.live_states.extend(blocks[kind][loads[kind] :])
+            else:
+                sequence.held[kind].blocks.extend(blocks[kind][loads[kind] :])
+        self._reserve_checkpoints(sequence, num_tokens)
         self._reserve_host_targets(sequence, num_tokens)
         return True
 
-    def _pin_prefix(self, sequence: Sequence) -> list[tuple[int | None, int | None]]:
-        """(device block, None) or (None, host block) for each restorable block, each with one more reference."""
-        found: list[tuple[int | None, int | None]] = []
-        for index in range(self._num_restorable(sequence)):
-            device = self.device.find(sequence.hash_of(index))
-            host = self._host_block(sequence, index) if device is None else None
-            if device is not None:
-                self.device.pin(device)
-            elif host is not None:
-                self.host.pin(host)
-            found.append((device, host))
+    def _allocate_all(self, counts: Mapping[BlockType, int]) -> dict[BlockType, list[int]] | None:
+        """So many device blocks of each type, or None and nothing changed."""
+        if any(self.pools[kind].device.num_available < count for kind, count in counts.items()):
+            return None
+        return {kind: self.pools[kind].device.allocate(count) or [] for kind, count in counts.items()}
+
+    def _pin_prefix(self, sequence: Sequence, boundary: int) -> list[_Found]:
+        """What must be there to go on from block `boundary`, each with one more reference."""
+        found = []
+        for pools in self.pools.values():
+            for index in pools.rule.needed(boundary * self.block_size):
+                device = pools.device.find(sequence.hash_of(index))
+                host = self._host_block(sequence, pools, index) if device is None else None
+                if device is not None:
+                    pools.device.pin(device)
+                elif host is not None:
+                    pools.host.pin(host)
+                found.append(_Found(pools, index, device, host))
         return found
 
-    def _unpin_prefix(self, restored: Iterable[tuple[int | None, int | None]]) -> None:
-        restored = list(restored)
-        self.device.unpin(device for device, _ in restored if device is not None)
-        self.host.unpin(host for _, host in restored if host is not None)
+    @staticmethod
+    def _unpin_prefix(found: Iterable[_Found]) -> None:
+        for item in found:
+            if item.device is not None:
+                item.pools.device.unpin([item.device])
+            elif item.host is not None:
+                item.pools.host.unpin([item.host])
 
     def _join_prefix(
-        self, sequence: Sequence, restored: list[tuple[int | None, int | None]], targets: list[int]
+        self, sequence: Sequence, boundary: int, found: list[_Found], targets: dict[BlockType, list[int]]
     ) -> None:
-        free_targets = iter(targets)
-        for index, (device, host) in enumerate(restored):
-            block = next(free_targets) if device is None else device
-            if host is not None:
-                self._planned_loads.append(_Load(host, block, sequence.hash_of(index)))
-                self.device.publish(block, sequence.hash_of(index), sequence.parent_of(index))
-            sequence.device_blocks.append(block)
+        matched = self._num_matched(sequence, boundary)
+        if matched > boundary:
+            sequence.boundaries.add(matched)  # where prompts part others will, too
+        free = {kind: iter(blocks) for kind, blocks in targets.items()}
+        for item in found:
+            pools, block_hash = item.pools, sequence.hash_of(item.index)
+            block = next(free[pools.type]) if item.device is None else item.device
+            if item.host is not None:
+                self._planned_loads.append(_Load(pools.type, item.host, block, block_hash))
+                pools.device.publish(block, block_hash, pools.parent(sequence.parent_of(item.index)))
+            sequence.held[pools.type].put(item.index, block)
         self.store_reads.unmount(sequence)
-        num_hit_tokens = self._num_hit_tokens(sequence, len(restored))
+        num_hit_tokens = self._num_hit_tokens(sequence, boundary)
         sequence.num_computed = num_hit_tokens
-        sequence.write_from = sequence.draft_from = len(restored) * self.block_size
-        sequence.num_published = len(restored)
+        sequence.write_from = sequence.draft_from = boundary * self.block_size
+        sequence.num_published = boundary
+        self._begin_state(sequence, boundary)
         sequence.probed = True
-        self._account(sequence, restored, num_hit_tokens)
-        if targets:
+        self._account(sequence, found, num_hit_tokens)
+        if any(targets.values()):
             # Decoded blocks, which a preempted request gets back, have bits that no prompt gives.
-            sequence.num_restored = min(len(restored), sequence.prompt_length // self.block_size)
+            sequence.num_restored = min(boundary, sequence.prompt_length // self.block_size)
             self.policy.count("host", "restored")
-        elif not self.policy.loading_pays() and self._host_has(sequence, len(restored)):
+        elif not self.policy.loading_pays() and self._host_has(sequence, boundary):
             self.policy.count("host", "recomputed")
-        if self.prefix_cache:
-            for index in range(len(restored), sequence.prompt_length // self.block_size):
+        if self._shares(sequence):
+            for index in range(boundary, sequence.prompt_length // self.block_size):
                 self._filling.setdefault(sequence.hash_of(index), sequence)
 
     def _host_has(self, sequence: Sequence, index: int) -> bool:
         return index < self._num_candidates(sequence) and self.host.find(sequence.hash_of(index)) is not None
 
-    def _account(self, sequence: Sequence, restored: list[tuple[int | None, int | None]], num_hit_tokens: int) -> None:
-        """Which tier pays for which prompt token; once per request, a resumed one keeps its first account."""
+    def _account(self, sequence: Sequence, found: list[_Found], num_hit_tokens: int) -> None:
+        """Which tier pays for which prompt token: of a block's types the slowest, of a block of which nothing was
+        needed that of the block behind it. Once per request, a resumed one keeps its first account."""
         if sequence.usage is not None:
             return
+        slowest: dict[int, int] = {}
+        for item in found:
+            from_store = item.index in sequence.held[item.pools.type].from_store
+            tier = 0 if item.device is not None else 2 if from_store else 1
+            slowest[item.index] = max(tier, slowest.get(item.index, 0))
         paid = {"device": 0, "host": 0, "store": 0}
-        for index, (device, _) in enumerate(restored):
+        tier = 0
+        for index in reversed(range(max(slowest, default=-1) + 1)):
+            tier = slowest.get(index, tier)
             tokens = max(0, min(self.block_size, num_hit_tokens - index * self.block_size))
-            tier = "device" if device is not None else "store" if index in sequence.from_store else "host"
-            paid[tier] += tokens
+            paid[_SLOWEST_LAST[tier]] += tokens
         computed = sequence.prompt_length - num_hit_tokens
         sequence.usage = PromptUsage(paid["device"], paid["host"], paid["store"], computed)
         self._count(sequence.usage, +1)
@@ -279,18 +374,36 @@ class HierarchyBlockManagerPool:
         if sequence.usage is not None and not sequence.usage_sent:
             self._count(sequence.usage, -1)
             sequence.usage = None
-            sequence.from_store.clear()
+            for held in sequence.held.values():
+                held.from_store.clear()
+
+    def _is_kept(self, sequence: Sequence, pools: TypePools, index: int) -> bool:
+        """A restore at some boundary worth keeping needs block `index` of this type."""
+        stride = self._stride_blocks.get(pools.type, 0)
+        boundary = index + 1
+        while pools.rule.span and index in pools.rule.needed(boundary * self.block_size):
+            if boundary in sequence.boundaries or (stride and boundary % stride == 0):
+                return True
+            boundary += 1
+        return not pools.rule.span
 
     def _reserve_host_targets(self, sequence: Sequence, num_tokens: int) -> None:
         last = min(num_tokens, sequence.prompt_length) // self.block_size
-        wanted = [
-            index
-            for index in range(sequence.num_published, last if self.prefix_cache and self.host.num_blocks else 0)
-            if index not in sequence.host_targets and self.write_back.is_missing(sequence.hash_of(index))
-        ]
-        targets = self.host.allocate(len(wanted))
-        if targets is not None:
-            sequence.host_targets.update(zip(wanted, targets, strict=True))
+        for kind, pools in self.pools.items():
+            if not self._shares(sequence) or not pools.host.num_blocks:
+                continue
+            held = sequence.held[kind]
+            wanted = [
+                index
+                for index in range(sequence.num_published, last)
+                if index not in held.targets
+                and held.block(index) != HOLE
+                and self._is_kept(sequence, pools, index)
+                and self.write_back.is_missing(kind, sequence.hash_of(index))
+            ]
+            targets = pools.host.allocate(len(wanted))
+            if targets is not None:
+                held.targets.update(zip(wanted, targets, strict=True))
 
     def transfer_blocks(self) -> list[int]:
         """Send the load planned since the last call; its batch ids (none or one) go into the next Forward."""
@@ -299,8 +412,8 @@ class HierarchyBlockManagerPool:
         batch_id, loads = self.new_id(), self._planned_loads
         self._planned_loads = []
         self._batches[batch_id] = loads
-        target = [block_mapping((load.device, load.host, load.block_hash) for load in loads)]
-        self.link.broadcast(TransferBlocks(batch_id, target, target if self.drafting.by_model else []))
+        target = block_mappings(loads)
+        self.link.broadcast(TransferBlocks(batch_id, target, draft_part(target) if self.drafting.by_model else []))
         return [batch_id]
 
     def on_transfer_ack(self, ack: TransferAck) -> None:
@@ -310,29 +423,80 @@ class HierarchyBlockManagerPool:
             log.error("rank %d registered %d of %d blocks to load", ack.rank, ack.num_blocks, len(loads))
             self._failed_acks.add(ack.batch_id)
 
-    def finish_step(self, batch_ids: Iterable[int], failed: Iterable[int]) -> set[int]:
+    def finish_step(self, batch_ids: Iterable[int], failed: Iterable[int]) -> set[tuple[BlockType, int]]:
         """The forward that waited for these loads has returned. Returns the device blocks whose load failed: they and
         their host sources are withdrawn from the prefix, and who holds them must compute again."""
-        bad: set[int] = set()
+        bad: set[tuple[BlockType, int]] = set()
         failed = set(failed)
         for batch_id in batch_ids:
             loads = self._batches.pop(batch_id)
-            if batch_id in failed or batch_id in self._failed_acks:
-                self.num_failed_loads += 1
-                bad.update(load.device for load in loads)
-                for load in loads:
-                    self.host.withdraw(load.host)
-            self.host.unpin(load.host for load in loads)
+            is_bad = batch_id in failed or batch_id in self._failed_acks
+            self.num_failed_loads += is_bad
+            for load in loads:
+                pools = self.pools[load.type]
+                if is_bad:
+                    bad.add((load.type, load.device))
+                    pools.host.withdraw(load.host)
+                pools.host.unpin([load.host])
         self._failed_acks.clear()
-        for block in bad:
-            self.device.withdraw(block)
+        for kind, block in bad:
+            self.pools[kind].device.withdraw(block)
         return bad
+
+    @staticmethod
+    def holds_any(sequence: Sequence, blocks: set[tuple[BlockType, int]]) -> bool:
+        """The sequence holds one of these device blocks."""
+        return bool(blocks) and any(
+            block in held.blocks for kind, block in blocks if (held := sequence.held.get(kind)) is not None
+        )
+
+    # --------------------------------------------------------------------------------------- recurrent state
+
+    def _begin_state(self, sequence: Sequence, boundary: int) -> None:
+        """The next step begins behind block `boundary`, with the state of its checkpoint."""
+        if BlockType.LINEAR in self.pools:
+            held = sequence.held[BlockType.LINEAR]
+            sequence.states = {boundary * self.block_size: held.block(boundary - 1) if boundary else HOLE}
+
+    def _reserve_checkpoints(self, sequence: Sequence, num_tokens: int) -> None:
+        """Blocks for the states worth keeping among the next tokens, as far as there are any: a checkpoint less makes
+        a restore longer, nothing else."""
+        if BlockType.LINEAR not in self.pools or not self._shares(sequence):
+            return
+        pools, held = self.pools[BlockType.LINEAR], sequence.held[BlockType.LINEAR]
+        last = min(num_tokens, sequence.canonical_end or sequence.prompt_length) // self.block_size
+        for index in range(sequence.num_computed // self.block_size, last):
+            if held.block(index) == HOLE and self._is_kept(sequence, pools, index):
+                block = pools.device.allocate(1)
+                if block is None:
+                    return
+                held.put(index, block[0])
+
+    def move_states(self, sequence: Sequence, end: int, num_drafts: int = 0) -> StateMoves | None:
+        """Where the next step, over the tokens up to `end` and `num_drafts` drafts behind them, takes the sequence's
+        state from and leaves it; None when the model has none."""
+        if BlockType.LINEAR not in self.pools:
+            return None
+        source, size = sequence.states[sequence.num_computed], self.block_size
+        moves = {end + number: sequence.live_states[number] for number in range(num_drafts + 1)}
+        held = sequence.held[BlockType.LINEAR]
+        for index in range(sequence.num_published, end // size):
+            if held.block(index) != HOLE and (index + 1) * size > sequence.num_computed:
+                moves[(index + 1) * size] = held.block(index)
+        sequence.states = dict(sorted(moves.items()))
+        return StateMoves(source, ints(list(sequence.states)), ints(list(sequence.states.values())))
 
     # ----------------------------------------------------------------------------- phase 3: D2H2G write-back
 
     def publish_computed(self, sequence: Sequence) -> None:
-        """Offer the blocks completed by the last forward to the device prefix and queue their write-back."""
+        """Offer the blocks completed by the last forward to the device prefix and queue their write-back; let go of
+        those that no later token needs."""
         self._publish(sequence, self._num_publishable(sequence), put=True)
+        for pools in self.pools.values():
+            if pools.type is BlockType.SWA:
+                boundary = sequence.num_computed - sequence.num_computed % self.block_size
+                slid = sequence.held[pools.type].take_before(pools.rule.needed(boundary).start)
+                pools.let_go(slid)
 
     def _num_publishable(self, sequence: Sequence) -> int:
         complete = sequence.num_computed // self.block_size
@@ -341,25 +505,51 @@ class HierarchyBlockManagerPool:
         return complete
 
     def _publish(self, sequence: Sequence, end: int, *, put: bool) -> None:
-        if not self.prefix_cache:
+        if not self._shares(sequence):
             return
         for index in range(sequence.num_published, end):
-            block, block_hash = sequence.device_blocks[index], sequence.hash_of(index)
-            if not self.device.publish(block, block_hash, sequence.parent_of(index)):
-                same = self.device.find(block_hash)  # go on from the block others find: two copies help nobody
-                if same is not None and same != block:
-                    self.device.pin(same)
-                    self.device.unpin([block])
-                    sequence.replace_block(index, same)
-            if self._filling.get(block_hash) is sequence:
-                del self._filling[block_hash]
-            self._write_back(sequence, index, put)
+            for pools in self.pools.values():
+                if self._is_written(sequence, pools, index):
+                    self._publish_block(sequence, pools, index, put)
+            if self._filling.get(sequence.hash_of(index)) is sequence:
+                del self._filling[sequence.hash_of(index)]
+        if BlockType.LINEAR in self.pools and end > sequence.num_published:
+            self._let_go_of_checkpoints(sequence, end)
         sequence.num_published = max(sequence.num_published, end)
 
-    def _write_back(self, sequence: Sequence, index: int, put: bool) -> None:
-        target = sequence.host_targets.pop(index, None)
-        block, block_hash = sequence.device_blocks[index], sequence.hash_of(index)
-        self.write_back.queue(block, block_hash, sequence.parent_of(index), target, put=put)
+    def _is_written(self, sequence: Sequence, pools: TypePools, index: int) -> bool:
+        """The sequence holds block `index`, complete; a checkpoint only if the last step was told to write it."""
+        block = sequence.held[pools.type].block(index)
+        if pools.type is BlockType.LINEAR:
+            return block != HOLE and sequence.states.get((index + 1) * self.block_size) == block
+        return block != HOLE
+
+    def _publish_block(self, sequence: Sequence, pools: TypePools, index: int, put: bool) -> None:
+        held, block_hash = sequence.held[pools.type], sequence.hash_of(index)
+        block = held.block(index)
+        if not pools.device.publish(block, block_hash, pools.parent(sequence.parent_of(index))):
+            same = pools.device.find(block_hash)  # go on from the block others find: two copies help nobody
+            if same is not None and same != block:
+                pools.device.pin(same)
+                pools.device.unpin([block])
+                held.put(index, same)
+                if pools.type is BlockType.LINEAR:
+                    sequence.states[(index + 1) * self.block_size] = same
+        if self._is_kept(sequence, pools, index):
+            self._write_back(sequence, pools, index, put)
+
+    def _let_go_of_checkpoints(self, sequence: Sequence, end: int) -> None:
+        """All but the last one behind block `end`: that is where the sequence goes on from, now or in the end."""
+        pools, held = self.pools[BlockType.LINEAR], sequence.held[BlockType.LINEAR]
+        done = [index for index in range(min(end, len(held.blocks))) if held.block(index) != HOLE]
+        pools.let_go([held.block(index) for index in done[:-1]])
+        for index in done[:-1]:
+            held.put(index, HOLE)
+
+    def _write_back(self, sequence: Sequence, pools: TypePools, index: int, put: bool) -> None:
+        held, block_hash = sequence.held[pools.type], sequence.hash_of(index)
+        target = held.targets.pop(index, None)
+        self.write_back.queue(pools.type, held.block(index), block_hash, sequence.parent_of(index), target, put=put)
 
     def begin_canonical(self, sequence: Sequence) -> bool:
         """Prepare a finished sequence to have its decoded blocks computed once more as a prompt; False when none is
@@ -373,13 +563,14 @@ class HierarchyBlockManagerPool:
             or sequence.num_published < first
         ):
             return False
-        if not self._own_blocks(sequence, first, end):
+        if not self._hold_again(sequence, first) or not self._own_blocks(sequence, first, end):
             return False
         sequence.use_canonical_hashes()
-        while first < end and (same := self.device.find(sequence.hash_of(first))) is not None:
+        alone = len(self.pools) == 1 and not self.pools[self.types[0]].rule.span
+        while alone and first < end and (same := self.device.find(sequence.hash_of(first))) is not None:
             self.device.pin(same)  # somebody had the same conversation: go on from their block
             self.device.unpin([sequence.device_blocks[first]])
-            sequence.replace_block(first, same)
+            sequence.held[self.types[0]].put(first, same)
             first += 1
         if first == end:
             return False
@@ -387,23 +578,47 @@ class HierarchyBlockManagerPool:
         sequence.num_computed = max(0, first * self.block_size - self.drafting.needs_hidden)
         sequence.write_from = sequence.draft_from = first * self.block_size
         sequence.canonical_end = end * self.block_size
+        sequence.boundaries.add(end)
+        self._begin_state(sequence, first)
+        self._reserve_checkpoints(sequence, sequence.canonical_end)
         for index in range(first, end):
             self._filling.setdefault(sequence.hash_of(index), sequence)
         return True
 
+    def _hold_again(self, sequence: Sequence, boundary: int) -> bool:
+        """Hold all that going on from block `boundary` needs, also what was let go of; False when some is gone."""
+        for pools in self.pools.values():
+            held = sequence.held[pools.type]
+            for index in pools.rule.needed(boundary * self.block_size):
+                if held.block(index) != HOLE:
+                    continue
+                block = pools.device.find(sequence.hash_of(index))
+                if block is None:
+                    return False
+                pools.device.pin(block)
+                held.put(index, block)
+        return True
+
     def _own_blocks(self, sequence: Sequence, first: int, end: int) -> bool:
         """Give the sequence blocks `first` to `end` that nobody else holds or finds; False when there is no room."""
-        held = sequence.device_blocks[first:end]
-        shared = [index for index, block in enumerate(held, first) if self.device.references(block) > 1]
-        blocks = self.device.allocate(len(shared) + max(0, end - len(sequence.device_blocks)))
-        if blocks is None:
+        lacking: dict[BlockType, list[int]] = {}
+        for pools in self._tables:
+            held, device = sequence.held[pools.type], pools.device
+            lacking[pools.type] = [
+                index
+                for index in range(first, end)
+                if held.block(index) == HOLE or device.references(held.block(index)) > 1
+            ]
+        new = self._allocate_all({kind: len(indices) for kind, indices in lacking.items()})
+        if new is None:
             return False
-        for index in shared:
-            self.device.unpin([sequence.device_blocks[index]])
-            sequence.replace_block(index, blocks.pop())
-        sequence.device_blocks.extend(blocks)
-        for block in sequence.device_blocks[first:end]:
-            self.device.withdraw(block)
+        for pools in self._tables:
+            held = sequence.held[pools.type]
+            for index, block in zip(lacking[pools.type], new[pools.type], strict=True):
+                pools.let_go([held.block(index)])
+                held.put(index, block)
+            for block in held.blocks[first:end]:
+                pools.device.withdraw(block)
         return True
 
     def deallocate(self, sequence: Sequence, *, resume: bool = False) -> None:
@@ -411,6 +626,8 @@ class HierarchyBlockManagerPool:
 
         `resume`: the sequence was preempted, so its complete decoded blocks are offloaded too, to the host only.
         """
+        if resume or sequence.in_prefill or not sequence.tag_decoded:
+            sequence.boundaries.add(sequence.num_computed // self.block_size)
         if resume:
             self._publish(sequence, sequence.num_computed // self.block_size, put=not sequence.tag_decoded)
         else:
@@ -420,21 +637,31 @@ class HierarchyBlockManagerPool:
         for block_hash in sequence.hashes:
             if self._filling.get(block_hash) is sequence:
                 del self._filling[block_hash]
-        self.device.unpin(sequence.device_blocks)
         self.store_reads.unmount(sequence)
-        self.host.unpin(sequence.host_targets.values())
+        for kind, pools in self.pools.items():
+            pools.let_go(sequence.held[kind].blocks)
+            pools.host.unpin(sequence.held[kind].targets.values())
+        if sequence.live_states:
+            self.pools[BlockType.LINEAR].device.unpin(sequence.live_states)
         sequence.forget_blocks()
 
     def _write_back_rest(self, sequence: Sequence) -> None:
         """Queue the blocks whose write-back was skipped when they were completed, or did not reach the store."""
         if not self.host.num_blocks:
             return
-        end = min(sequence.num_published, len(sequence.device_blocks))
+        end = sequence.num_published
         if sequence.tag_decoded:
             end = min(end, sequence.prompt_length // self.block_size)
-        for index in range(end):
-            if self.device.find(sequence.hash_of(index)) == sequence.device_blocks[index]:
-                self._write_back(sequence, index, put=True)
+        for pools in self.pools.values():
+            held = sequence.held[pools.type]
+            for index in range(min(end, len(held.blocks))):
+                block = held.block(index)
+                if (
+                    block != HOLE
+                    and pools.device.find(sequence.hash_of(index)) == block
+                    and self._is_kept(sequence, pools, index)
+                ):
+                    self._write_back(sequence, pools, index, put=True)
 
     def transfer_offload_blocks(self) -> None:
         """Send the write-backs queued since the last call."""
@@ -449,30 +676,26 @@ class HierarchyBlockManagerPool:
 
     def clear(self, tier: str) -> int:
         """Forget what `tier` (device | host) could serve; blocks in use stay until released. Returns how many."""
-        return {"device": self.device, "host": self.host}[tier].clear()
+        return sum(pools.tiers[tier].clear() for pools in self.pools.values())
 
     def check(self) -> None:
         """Raise InvariantError unless every pool's books balance."""
-        self.device.check()
-        self.host.check()
+        for pools in self.pools.values():
+            pools.device.check()
+            pools.host.check()
 
     def block_counts(self) -> dict[str, dict[str, dict[str, int]]]:
         """{tier: {type: {free, pinned, evictable, and for the host quarantined}}} for metrics."""
-        device, host, left_alone = self.device, self.host, self.store_reads.num_left_alone
-        return {
-            "device": {
-                BlockType.KV.value: {
-                    "free": device.num_free,
-                    "pinned": device.num_pinned,
-                    "evictable": device.num_evictable,
-                }
-            },
-            "host": {
-                BlockType.KV.value: {
-                    "free": host.num_free,
-                    "pinned": host.num_pinned - left_alone,
-                    "evictable": host.num_evictable,
-                    "quarantined": left_alone,
-                }
-            },
-        }
+        counts: dict[str, dict[str, dict[str, int]]] = {"device": {}, "host": {}}
+        for kind, pools in self.pools.items():
+            left_alone = self.store_reads.left_alone(kind)
+            counts["device"][kind.value] = _counts(pools.device)
+            counts["host"][kind.value] = _counts(pools.host) | {
+                "pinned": pools.host.num_pinned - left_alone,
+                "quarantined": left_alone,
+            }
+        return counts
+
+
+def _counts(pool: BlockPool) -> dict[str, int]:
+    return {"free": pool.num_free, "pinned": pool.num_pinned, "evictable": pool.num_evictable}

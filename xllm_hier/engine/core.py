@@ -6,6 +6,7 @@ prefetch batches follow each other, write-backs end.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import signal
 import time
@@ -16,6 +17,7 @@ from typing import Any
 import zmq
 
 from .. import __version__
+from ..block import BlockType
 from ..config import EngineConfig
 from ..errors import EngineDeadError, XllmError
 from ..plans import (
@@ -28,8 +30,10 @@ from ..plans import (
     OffloadCopied,
     OffloadStored,
     PrefetchAnswer,
+    ProbeAnswer,
     StepOutputs,
     TransferAck,
+    TypeSizes,
     WorkerCall,
     WorkerReady,
     WorkerResult,
@@ -76,12 +80,12 @@ class EngineCore:
         self.workers = workers
         first = ready[0]
         self.block_size = int(first.details["block_size"])
-        num_device_blocks = min(answer.num_device_blocks for answer in ready)
         self.manager = HierarchyBlockManagerPool(
             workers,
-            num_device_blocks=num_device_blocks,
-            num_host_blocks=min(answer.num_host_blocks for answer in ready),
             block_size=self.block_size,
+            types=_common_sizes(ready),
+            strides={BlockType(kind): tokens for kind, tokens in first.details.get("strides", {}).items()},
+            scan_tokens=int(first.details.get("scan_tokens", 1)),
             enable_prefix_cache=config.enable_prefix_cache,
             store_enabled=config.enable_kvcache_store,
             decode_kv_reuse=config.decode_kv_reuse,
@@ -102,12 +106,14 @@ class EngineCore:
             auditor=Auditor(self.manager, config.audit_rate, experts=bool(first.details.get("experts"))),
         )
         self._exact = bool(first.details.get("batch_invariant")) and config.decode_kv_reuse != "as_is"
-        self.max_model_len = min(first.max_model_len, num_device_blocks * self.block_size)
+        self.max_model_len = min(first.max_model_len, self.manager.most_tokens)
         self.vocab_size = first.vocab_size
         self._block_bytes = first.block_bytes
         # What all ranks hold alike lies on the host once, and counts once.
         self._tier_bytes = {
-            "device": sum(answer.num_device_blocks * answer.block_bytes for answer in ready),
+            "device": sum(
+                sizes.num_device_blocks * sizes.block_bytes for answer in ready for sizes in answer.all_types
+            ),
             "host": sum(int(answer.details.get("host_bytes", 0)) for answer in ready),
         }
         self.ready = ready
@@ -255,6 +261,8 @@ class EngineCore:
             self._forward_outputs[answer.rank] = answer
         elif isinstance(answer, PrefetchAnswer):
             self.manager.store_reads.on_answer(answer)
+        elif isinstance(answer, ProbeAnswer):
+            self.manager.store_reads.on_probe(answer)
         elif isinstance(answer, TransferAck):
             self.manager.on_transfer_ack(answer)
         elif isinstance(answer, OffloadCopied):
@@ -519,3 +527,15 @@ def run_engine(config: EngineConfig, run_dir: str, ready: Callable[[dict[str, An
         workers.close()
         api.close()
         context.term()
+
+
+def _common_sizes(ready: list[WorkerReady]) -> list[TypeSizes]:
+    """Of each type as many blocks as every rank has."""
+    return [
+        dataclasses.replace(
+            ours[0],
+            num_device_blocks=min(sizes.num_device_blocks for sizes in ours),
+            num_host_blocks=min(sizes.num_host_blocks for sizes in ours),
+        )
+        for ours in zip(*(answer.all_types for answer in ready), strict=True)
+    ]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..block import BlockType
 from ..plans import (
     AddRequest,
     DecodeSequence,
@@ -87,7 +88,8 @@ class Scheduler:
 
     def add_request(self, request: AddRequest) -> None:
         """Admit a checked request: its prefetch starts now, it is scheduled when that has ended."""
-        sequence = Sequence(request, self.manager.block_size, self.manager.decode_kv_reuse != "as_is")
+        manager = self.manager
+        sequence = Sequence(request, manager.block_size, manager.decode_kv_reuse != "as_is", manager.types)
         sequence.arrival = self._next_arrival
         self._next_arrival += 1
         self.sequences[request.request_id] = sequence
@@ -243,16 +245,24 @@ class Scheduler:
 
     def _next_count(self, sequence: Sequence, budget: int) -> int:
         """Tokens of the next chunk: rest of the prompt, or the generated tokens without KV (one, or a replay)."""
-        end = sequence.prompt_length if sequence.in_prefill else len(sequence.tokens)
-        return min(end - sequence.num_computed, budget, self.chunk_tokens)
+        return self._chunk(sequence, sequence.num_computed, budget)
+
+    def _chunk(self, sequence: Sequence, start: int, budget: int) -> int:
+        """Tokens of a chunk that begins at `start`; one that leaves some of the prompt ends on the scan's grid."""
+        prompt = start < sequence.prompt_length
+        end = sequence.prompt_length if prompt else len(sequence.tokens)
+        count = min(end - start, budget, self.chunk_tokens)
+        if prompt and start + count < end:
+            count -= (start + count) % self.manager.scan_tokens
+        return max(0, count)
 
     def _schedule_waiting(self, step: Step, budget: int) -> None:
         for sequence in list(self.waiting):
             if budget <= 0 or len(self.running) >= self.max_seqs:
                 break
-            while self.manager.device.num_available < len(self.running) and self._let_go():
+            while self.manager.num_available < len(self.running) and self._let_go():
                 pass
-            if self.manager.device.num_available < len(self.running):
+            if self.manager.num_available < len(self.running):
                 break  # leave each running sequence the block it will ask for next
             if self.manager.is_being_computed(sequence):
                 continue  # it will share those blocks; others behind it may go first
@@ -269,8 +279,9 @@ class Scheduler:
         """Allocate a waiting sequence's cached prefix and first chunk; returns the chunk's tokens, 0 without room."""
         while True:
             hit = self.manager.match(sequence)  # anew each time: ending a canonical one may evict what was matched
-            end = sequence.prompt_length if hit < sequence.prompt_length else len(sequence.tokens)
-            count = min(end - hit, budget, self.chunk_tokens)
+            count = self._chunk(sequence, hit, budget)
+            if not count:
+                return 0
             if self.manager.allocate(sequence, hit + count + self.drafting.ahead):
                 return count
             if not self._let_go():
@@ -283,10 +294,9 @@ class Scheduler:
             start = sequence.num_computed
             end = start + count
             tokens = ints(sequence.tokens[start:end])
-            more = self._draft_fields(sequence, sequence.tokens[end] if end < sequence.canonical_end else -1)
-            step.plan.prefill.append(
-                PrefillSequence(start, tokens, sequence.block_table(), sequence.write_from, **more)
-            )
+            more = self._fields(sequence, end, sequence.tokens[end] if end < sequence.canonical_end else -1)
+            table = sequence.table(BlockType.KV)
+            step.plan.prefill.append(PrefillSequence(start, tokens, table, sequence.write_from, **more))
             step.prefill.append((sequence, count))
 
     def _schedule_audit(self, step: Step) -> bool:
@@ -311,8 +321,8 @@ class Scheduler:
         tokens = ints([*sequence.tokens[start:end], *drafts])
         sampling = request.sampling if end == len(sequence.tokens) else None
         proposals = self._num_proposals(sequence, end + len(drafts)) if sampling is not None else 0
-        table, draw, write_from = sequence.block_table(), sequence.num_generated, sequence.write_from
-        more = self._draft_fields(sequence, sequence.tokens[end] if end < len(sequence.tokens) else -1)
+        table, draw, write_from = sequence.table(BlockType.KV), sequence.num_generated, sequence.write_from
+        more = self._fields(sequence, end, sequence.tokens[end] if end < len(sequence.tokens) else -1, len(drafts))
         more["num_proposals"] = proposals
         if not sequence.in_prefill:
             step.plan.decode.append(
@@ -325,9 +335,15 @@ class Scheduler:
         step.plan.prefill.append(PrefillSequence(start, tokens, table, write_from, sampling, draw, wants, **more))
         step.prefill.append((sequence, count))
 
-    def _draft_fields(self, sequence: Sequence, next_token: int) -> dict[str, Any]:
-        """What a plan says of a sequence beside its tokens: the one after them, and where the draft model goes on."""
-        return {"next_token": next_token, "draft_from": sequence.draft_from if self.drafting.by_model else -1}
+    def _fields(self, sequence: Sequence, end: int, next_token: int, num_drafts: int = 0) -> dict[str, Any]:
+        """What a plan says of a sequence beside its tokens and KV blocks: the token after them, where the draft model
+        goes on, and the blocks of other types."""
+        return {
+            "next_token": next_token,
+            "draft_from": sequence.draft_from if self.drafting.by_model else -1,
+            "window_table": sequence.table(BlockType.SWA),
+            "states": self.manager.move_states(sequence, end, num_drafts),
+        }
 
     # -------------------------------------------------------------------------------------------- results
 
@@ -349,7 +365,7 @@ class Scheduler:
             drafts = next(proposals, None) if row.sampling is not None else None
             wanted = isinstance(row, PrefillSequence) and row.prompt_logprobs is not None
             logprobs = next(prompt_logprobs) if wanted else None
-            if bad and not bad.isdisjoint(sequence.device_blocks):
+            if self.manager.holds_any(sequence, bad):
                 self._roll_back(sequence)
                 continue
             sequence.num_computed += count

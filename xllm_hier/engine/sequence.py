@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as Types
 from dataclasses import dataclass, field
 from enum import Enum
 
-import numpy as np
-
+from ..block import BlockType
 from ..hashing import block_hash, decode_tag, prompt_hashes, root_hash
 from ..plans import AddRequest, Ints, PromptUsage
+from .type_blocks import Held
 
 
 class SequenceState(Enum):
@@ -31,9 +32,10 @@ class Sequence:
     """A request's tokens and the blocks it holds; each held block is one reference in its pool.
 
     ===================  =========================================================================================
-    device_blocks[i]     device block of tokens i*block_size .. ; referenced by this sequence
-    mounted[i]           host block found for block i (host prefix or store), referenced until its load has ended
-    host_targets[i]      host block reserved for the write-back of block i, FILLING, handed over to the pair
+    held[t]              blocks of BlockType t; `device_blocks`, `mounted`, `host_targets` are those of the first type
+    states[n]            LINEAR device block that holds the state behind n tokens, for the n a step may begin at
+    live_states          LINEAR blocks of its own, written by each step, one and one for each draft it may verify
+    boundaries           numbers of blocks behind which it is worth keeping what a restore needs
     num_computed         tokens with valid KV on the device (after the loads registered for the next forward)
     num_restored         leading blocks that were there at admission, some of them from host or store; 0 when none was
     num_published        blocks whose device metadata was offered to the prefix index
@@ -45,13 +47,14 @@ class Sequence:
     request: AddRequest
     block_size: int
     tag_decoded: bool  # blocks with decoded tokens get their own hashes (decode_kv_reuse is not as_is)
+    types: Types[BlockType] = (BlockType.KV,)
+    private: bool = False  # it neither takes from any cache nor leaves anything there
     state: SequenceState = SequenceState.PREFETCHING
     tokens: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
-    device_blocks: list[int] = field(default_factory=list)
-    mounted: dict[int, int] = field(default_factory=dict)
-    host_targets: dict[int, int] = field(default_factory=dict)
-    from_store: set[int] = field(default_factory=set)
+    states: dict[int, int] = field(default_factory=dict)
+    live_states: list[int] = field(default_factory=list)
+    boundaries: set[int] = field(default_factory=set)
     num_computed: int = 0
     num_published: int = 0
     num_restored: int = 0
@@ -67,14 +70,15 @@ class Sequence:
     canonical_end: int = 0
     num_preemptions: int = 0
     arrived_at: float = field(default_factory=_now)
-    _table: np.ndarray = field(default_factory=lambda: np.zeros(8, dtype=np.int32))
-    _table_length: int = 0
 
     def __post_init__(self) -> None:
+        self.held = {block_type: Held() for block_type in self.types}
         self.tokens = self.request.token_ids.tolist()
         self.prompt_length = len(self.tokens)
         self.root = root_hash(self.request.cache_salt)
         self.hashes = prompt_hashes(self.request.token_ids, self.block_size, self.root)
+        # The next turn goes on from the prompt's end, the same prompt once more from before its last token.
+        self.boundaries = {(self.prompt_length - known) // self.block_size for known in (0, 1)}
 
     # ---------------------------------------------------------------------------------------------- order
 
@@ -120,30 +124,31 @@ class Sequence:
         self.tag_decoded = False
         del self.hashes[self.prompt_length // self.block_size :]
 
-    # ----------------------------------------------------------------------------------------- block table
+    # ---------------------------------------------------------------------------------------------- blocks
 
-    def block_table(self) -> Ints:
-        """The device blocks as int32, in order; a copy of nothing but the ids."""
-        count = len(self.device_blocks)
-        if count > len(self._table):
-            self._table = np.zeros(max(2 * len(self._table), count), dtype=np.int32)
-            self._table_length = 0
-        if count < self._table_length:
-            self._table_length = 0
-        self._table[self._table_length : count] = self.device_blocks[self._table_length :]
-        self._table_length = count
-        return self._table[:count]
+    @property
+    def device_blocks(self) -> list[int]:
+        """Of the model's first BlockType."""
+        return self.held[self.types[0]].blocks
 
-    def replace_block(self, index: int, block: int) -> None:
-        self.device_blocks[index] = block
-        self._table_length = min(self._table_length, index)
+    @property
+    def mounted(self) -> dict[int, int]:
+        return self.held[self.types[0]].mounted
+
+    @property
+    def host_targets(self) -> dict[int, int]:
+        return self.held[self.types[0]].targets
+
+    def table(self, block_type: BlockType) -> Ints:
+        """Device blocks of one type, in order; empty when the model has none of it."""
+        return self.held[block_type].table() if block_type in self.held else Held().table()
 
     def forget_blocks(self) -> None:
         """Nothing is held any more; the tokens stay."""
-        self.device_blocks.clear()
-        self.mounted.clear()
-        self.host_targets.clear()
-        self._table_length = 0
+        for held in self.held.values():
+            held.forget()
+        self.states.clear()
+        self.live_states.clear()
         self.drafts.clear()
         self.num_computed = self.num_published = self.num_restored = self.write_from = self.draft_from = 0
         self.probed = False

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..block import BlockType
 from ..plans import BlockMapping, OffloadCopied, OffloadStored, TransferKvBlocks, ints
-from .block_pool import BlockPool
+from .type_blocks import TypePools
 
 log = logging.getLogger("xllm.engine")
 
@@ -28,11 +28,16 @@ class WorkerLink(Protocol):
 class _Pair:
     """One D2H block on its way: both blocks carry one reference of this pair."""
 
+    type: BlockType
     device: int
     host: int
     block_hash: bytes
     parent_hash: bytes
     put: bool
+
+    @property
+    def content(self) -> tuple[BlockType, bytes]:
+        return self.type, self.block_hash
 
 
 def _now() -> float:
@@ -49,10 +54,38 @@ class _Offload:
     started: float = field(default_factory=_now)
 
 
-def block_mapping(rows: Iterable[tuple[int, int, bytes]]) -> BlockMapping:
-    """The plan's form of (device block, host block, hash) rows."""
-    device, host, hashes = zip(*rows, strict=True)
-    return BlockMapping(BlockType.KV.value, ints(device), ints(host), b"".join(hashes))
+class Move(Protocol):
+    """One block of a plan that moves blocks between device and host."""
+
+    @property
+    def type(self) -> BlockType: ...
+    @property
+    def device(self) -> int: ...
+    @property
+    def host(self) -> int: ...
+    @property
+    def block_hash(self) -> bytes: ...
+
+
+def block_mappings(moves: Iterable[Move]) -> list[BlockMapping]:
+    """The plan's form of moves, one mapping for each type among them."""
+    by_type: dict[BlockType, list[Move]] = {}
+    for move in moves:
+        by_type.setdefault(move.type, []).append(move)
+    return [
+        BlockMapping(
+            block_type.value,
+            ints([move.device for move in those]),
+            ints([move.host for move in those]),
+            b"".join(move.block_hash for move in those),
+        )
+        for block_type, those in by_type.items()
+    ]
+
+
+def draft_part(mappings: list[BlockMapping]) -> list[BlockMapping]:
+    """Those that a draft model's blocks follow: it keeps all its layers' caches in KV blocks."""
+    return [mapping for mapping in mappings if mapping.block_type == BlockType.KV.value]
 
 
 class WriteBack:
@@ -66,8 +99,7 @@ class WriteBack:
     def __init__(
         self,
         link: WorkerLink,
-        device: BlockPool,
-        host: BlockPool,
+        pools: Mapping[BlockType, TypePools],
         new_id: Callable[[], int],
         *,
         store_enabled: bool,
@@ -75,49 +107,62 @@ class WriteBack:
     ) -> None:
         self._draft_domain = draft_domain
         self._link = link
-        self._device = device
-        self._host = host
+        self._pools = pools
         self._new_id = new_id
         self.store_enabled = store_enabled
         self._pairs: list[_Pair] = []
-        self._offloading: set[bytes] = set()
+        self._offloading: set[tuple[BlockType, bytes]] = set()
         self._offloads: dict[int, _Offload] = {}
-        self._unstored: set[bytes] = set()
+        self._unstored: set[tuple[BlockType, bytes]] = set()
         self.store_works = True
         self.num_failed = 0
 
     def begin_anew(self) -> None:
         """A store was attached: it may lack whatever the host has."""
         self.store_works = True
-        self._unstored |= self._host.hashes()
+        self._unstored |= {(kind, found) for kind, pools in self._pools.items() for found in pools.host.hashes()}
 
     def store_answers(self) -> None:
         """The store was seen to work: what did not reach it may be tried again."""
         self.store_works = True
 
-    def is_missing(self, block_hash: bytes) -> bool:
+    def is_missing(self, block_type: BlockType, block_hash: bytes) -> bool:
         """The host neither holds this block nor is about to."""
-        return block_hash not in self._offloading and self._host.find(block_hash) is None
+        pools = self._pools[block_type]
+        return (block_type, block_hash) not in self._offloading and pools.host.find(block_hash) is None
 
-    def queue(self, block: int, block_hash: bytes, parent_hash: bytes, target: int | None, *, put: bool) -> None:
+    def queue(
+        self,
+        block_type: BlockType,
+        block: int,
+        block_hash: bytes,
+        parent_hash: bytes,
+        target: int | None,
+        *,
+        put: bool,
+    ) -> None:
         """Write device block `block` back unless that is needless; takes over `target`, a reserved host block.
 
         Without a target one is allocated; without room on the host nothing happens. `put` False: to the host only.
         """
-        works = self.store_enabled and self.store_works
-        again = put and works and block_hash in self._unstored and block_hash not in self._offloading
-        if not self.is_missing(block_hash) and not again:
+        works, content, pools = (
+            self.store_enabled and self.store_works,
+            (block_type, block_hash),
+            self._pools[block_type],
+        )
+        again = put and works and content in self._unstored and content not in self._offloading
+        if not self.is_missing(*content) and not again:
             if target is not None:
-                self._host.unpin([target])
+                pools.host.unpin([target])
             return
         if target is None:
-            targets = self._host.allocate(1)
+            targets = pools.host.allocate(1)
             if targets is None:
                 return
             target = targets[0]
-        self._device.pin(block)
-        self._offloading.add(block_hash)
-        self._pairs.append(_Pair(block, target, block_hash, parent_hash, put))
+        pools.device.pin(block)
+        self._offloading.add(content)
+        self._pairs.append(_Pair(block_type, block, target, block_hash, pools.parent(parent_hash), put))
 
     def send(self) -> None:
         """Send what was queued since the last call."""
@@ -128,8 +173,8 @@ class WriteBack:
                 continue
             transfer_id = self._new_id()
             self._offloads[transfer_id] = _Offload(chosen)
-            target = [block_mapping((pair.device, pair.host, pair.block_hash) for pair in chosen)]
-            draft = target if self._draft_domain else []
+            target = block_mappings(chosen)
+            draft = draft_part(target) if self._draft_domain else []
             self._link.broadcast(TransferKvBlocks(transfer_id, target, draft, put=put and self.store_enabled))
 
     def on_copied(self, answer: OffloadCopied) -> None:
@@ -144,11 +189,12 @@ class WriteBack:
 
     def _finish_copy(self, transfer_id: int, offload: _Offload) -> None:
         complete = all(count == len(offload.pairs) for count in offload.copied.values())
-        self._device.unpin(pair.device for pair in offload.pairs)
+        for kind, pools in self._pools.items():
+            pools.device.unpin(pair.device for pair in offload.pairs if pair.type is kind)
         for pair in offload.pairs:
-            self._offloading.discard(pair.block_hash)
+            self._offloading.discard(pair.content)
             if complete:
-                self._host.publish(pair.host, pair.block_hash, pair.parent_hash)
+                self._pools[pair.type].host.publish(pair.host, pair.block_hash, pair.parent_hash)
         if not complete:
             self.num_failed += 1
             log.warning("a write-back of %d blocks failed; copied per rank: %s", len(offload.pairs), offload.copied)
@@ -161,18 +207,19 @@ class WriteBack:
             return
         offload.stored[answer.rank] = answer.num_stored
         if offload.pairs[0].put and len(offload.stored) == self._link.num_workers:
-            hashes = {pair.block_hash for pair in offload.pairs}
-            stored = min(offload.stored.values()) == len(hashes)  # one rank's miss is a miss for all
+            contents = {pair.content for pair in offload.pairs}
+            stored = min(offload.stored.values()) == len(contents)  # one rank's miss is a miss for all
             self.store_works = stored or not self.store_enabled
             if stored:
-                self._unstored -= hashes
-            elif len(self._unstored) < self._host.num_blocks:
-                self._unstored |= hashes
+                self._unstored -= contents
+            elif len(self._unstored) < sum(pools.host.num_blocks for pools in self._pools.values()):
+                self._unstored |= contents
         self._finish(answer.transfer_id, offload)
 
     def _finish(self, transfer_id: int, offload: _Offload) -> None:
         if len(offload.copied) == self._link.num_workers == len(offload.stored):
-            self._host.unpin(pair.host for pair in offload.pairs)
+            for kind, pools in self._pools.items():
+                pools.host.unpin(pair.host for pair in offload.pairs if pair.type is kind)
             del self._offloads[transfer_id]
 
     @property

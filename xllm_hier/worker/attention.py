@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from ..plans import Ints
+from ..plans import HOLE, Ints
 
 # Workspace rows start at a multiple of this position, so that a position always has the same alignment in memory.
 _ALIGN_TOKENS = 64
@@ -37,7 +37,8 @@ class Span:
     """Consecutive tokens `start .. stop` of one sequence in one step; `row` is the row of `start` in the step.
 
     Positions below `write_from` are computed but not written. Outputs of the last layer are asked for from position
-    `wanted_from` on.
+    `wanted_from` on. `window_table`: layers with a window have blocks of their own, HOLE where one has slid out of it;
+    None: `table` is theirs, too.
     """
 
     start: int
@@ -46,6 +47,11 @@ class Span:
     table: Ints
     write_from: int
     wanted_from: int
+    window_table: Ints | None = None
+
+    def table_of(self, window: int | None) -> Ints:
+        """The blocks of the layers with this window."""
+        return self.table if window is None or self.window_table is None else self.window_table
 
 
 @dataclass(frozen=True)
@@ -129,15 +135,23 @@ class PagedAttention:
         """Use these caches, one per layer: contiguous [num_blocks, tensors, block_size, kv_heads, head_dim]."""
         self._caches = list(layer_caches)
 
+    def no_cache(self) -> torch.Tensor:
+        """What `bind` takes for a layer that has no attention."""
+        return torch.zeros(1, self.tensors, self.block_size, self.kv_heads, self.head_dim, dtype=self.dtype).to(
+            self.device
+        )
+
     # ------------------------------------------------------------------------------------------- one step
 
     def prepare(self, prefill: Sequence[Span], decode: Sequence[Span], num_rows: int) -> None:
         """Lay out one step of `num_rows` rows (padding included); rows that belong to no span keep finite output."""
         spans = [*prefill, *decode]
-        spans_rows, spans_slots = zip(*(self._written(span) for span in spans), strict=True)
-        self._write_rows = self._index(np.concatenate(spans_rows))
-        self._key_slots = torch.from_numpy(np.concatenate(spans_slots)).to(self.device)
-        self._write_slots = [self._key_slots + tensor * self.block_size for tensor in range(self.tensors)]
+        self._write_rows = self._index(np.concatenate([self._written_rows(span) for span in spans]))
+        slots = {window: self._key_slots(spans, window) for window in dict.fromkeys(self.windows)}
+        self._write_slots = {
+            window: [keys + tensor * self.block_size for tensor in range(self.tensors)]
+            for window, keys in slots.items()
+        }
         self._rows = num_rows
         if len(self._output) < num_rows:
             self._output = self._new(num_rows, self.heads)
@@ -158,14 +172,14 @@ class PagedAttention:
 
         `wanted_only`: leave out prompt tiles that hold no wanted row.
         """
-        if len(self._key_slots):
+        if len(self._write_slots[self.windows[layer]][0]):
             self._write(layer, k[self._write_rows], v[self._write_rows])
         self._attend(layer, q, scale, wanted_only)
         return self._output[: self._rows].view(self._rows, -1)
 
     def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         lines = self._caches[layer].view(-1, self.kv_heads * self.head_dim)
-        for slots, rows in zip(self._write_slots, (k, v), strict=False):
+        for slots, rows in zip(self._write_slots[self.windows[layer]], (k, v), strict=False):
             lines.index_copy_(0, slots, rows.flatten(1))
 
     def _attend(self, layer: int, q: torch.Tensor, scale: float, wanted_only: bool) -> None:
@@ -220,9 +234,10 @@ class PagedAttention:
     def _prefill_work(self, span: Span, window: int | None) -> _Work:
         # With a window the first key moves with the tile, and with it the order of sums: one size only.
         tiles = query_tiles(span.start, span.stop, self.tiles if window is None else self.tiles[:1])
-        gather, base = self._gather(span, self._first_key(tiles[0][0], window), span.stop)
+        gather, base, padding = self._gather(span, window, self._first_key(tiles[0][0], window), span.stop)
         end = tiles[-1][0] + tiles[-1][1]
-        padding = [rows[span.stop - base : end - base] for rows in self._workspaces] if end > span.stop else []
+        if end > span.stop:
+            padding += [rows[span.stop - base : end - base] for rows in self._workspaces]
         queries = []
         for start, size in tiles:
             rows = slice(*(span.row + min(max(at, span.start), span.stop) - span.start for at in (start, start + size)))
@@ -234,7 +249,7 @@ class PagedAttention:
         return _Work(gather, padding, queries, span.wanted_from)
 
     def _decode_work(self, span: Span, window: int | None) -> _Work:
-        gather, base = self._gather(span, self._first_key(span.start, window), span.stop)
+        gather, base, _ = self._gather(span, window, self._first_key(span.start, window), span.stop)
         queries = []
         for position in range(span.start, span.stop):
             row = span.row + position - span.start
@@ -245,15 +260,19 @@ class PagedAttention:
     def _first_key(self, position: int, window: int | None) -> int:
         return max(self.first_position, 0 if window is None else position - window + 1)
 
-    def _gather(self, span: Span, first: int, stop: int) -> tuple[_Gather, int]:
-        """The copy of the blocks that hold positions `first .. stop`, and the position of workspace row 0."""
+    def _gather(self, span: Span, window: int | None, first: int, stop: int) -> tuple[_Gather, int, list[torch.Tensor]]:
+        """The copy of the blocks that hold positions `first .. stop`, the position of workspace row 0, and the rows of
+        blocks that have slid out: a tile reaches further back than the rows at hand, which do not see them."""
         size = self.block_size
         begin, end = first // size, -(-stop // size)
         base = begin * size // _ALIGN_TOKENS * _ALIGN_TOKENS
-        rows = slice(begin * size - base, end * size - base)
-        keys = torch.from_numpy(span.table[begin:end].astype(np.int64) * self.tensors).to(self.device)
-        targets = [workspace[rows].view(end - begin, -1) for workspace in self._workspaces]
-        return _Gather([keys + tensor for tensor in range(self.tensors)], targets), base
+        blocks = span.table_of(window)[begin:end].astype(np.int64)
+        slid = int((blocks == HOLE).sum())
+        held = (begin + slid) * size - base
+        keys = torch.from_numpy(blocks[slid:] * self.tensors).to(self.device)
+        targets = [rows[held : end * size - base].view(end - begin - slid, -1) for rows in self._workspaces]
+        holes = [rows[begin * size - base : held] for rows in self._workspaces] if slid else []
+        return _Gather([keys + tensor for tensor in range(self.tensors)], targets), base, holes
 
     def _context(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         context = [rows[start:stop].transpose(0, 1)[None] for rows in self._workspaces]
@@ -296,11 +315,19 @@ class PagedAttention:
             return slice(int(rows[0]), int(rows[-1]) + 1)
         return torch.from_numpy(rows).to(self.device)
 
-    def _written(self, span: Span) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Rows of the step to write, and the cache line of each one's key."""
-        positions = np.arange(max(span.start, span.write_from), span.stop, dtype=np.int64)
-        blocks = span.table[positions // self.block_size].astype(np.int64)
-        return positions - span.start + span.row, blocks * self.tensors * self.block_size + positions % self.block_size
+    @staticmethod
+    def _written_rows(span: Span) -> NDArray[np.int64]:
+        """Rows of the step to write."""
+        return np.arange(max(span.start, span.write_from), span.stop, dtype=np.int64) - span.start + span.row
+
+    def _key_slots(self, spans: Sequence[Span], window: int | None) -> torch.Tensor:
+        """The cache line of each written row's key, in layers with this window."""
+        slots = []
+        for span in spans:
+            positions = self._written_rows(span) - span.row + span.start
+            blocks = span.table_of(window)[positions // self.block_size].astype(np.int64)
+            slots.append(blocks * self.tensors * self.block_size + positions % self.block_size)
+        return torch.from_numpy(np.concatenate(slots)).to(self.device)
 
 
 def query_tiles(start: int, stop: int, sizes: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -52,11 +52,14 @@ class CacheDomain:
 
 
 def allocate_device_cache(layout: BlockLayout, num_blocks: int, device: torch.device) -> list[torch.Tensor]:
-    """One zeroed tensor [num_blocks, tensors, *shape] per layer: all tensors of a layer of a block lie together.
+    """One zeroed tensor per layer: all tensors of a layer of a block lie together.
 
-    All tensors of the layout have the same dtype and shape here (key and value).
+    [num_blocks, tensors, *shape] where all tensors are alike (key and value), else uint8 [num_blocks, layer_bytes].
     """
     first = layout.tensors[0]
+    if any((tensor.dtype, tensor.shape) != (first.dtype, first.shape) for tensor in layout.tensors):
+        mixed = (num_blocks, layout.layer_bytes)
+        return [torch.zeros(mixed, dtype=torch.uint8, device=device) for _ in layout.layers]
     shape = (num_blocks, len(layout.tensors), *first.shape)
     return [torch.zeros(shape, dtype=TORCH_DTYPES[first.dtype], device=device) for _ in layout.layers]
 

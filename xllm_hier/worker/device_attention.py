@@ -66,7 +66,7 @@ class KernelAttention(PagedAttention):
         self.variant = variant
         self._bands = {window: band for window, band in self._bands.items() if window in gathered}
         self._pages: list[_Pages] = []
-        self._calls: list[_Sequences] = []
+        self._calls: dict[int | None, list[_Sequences]] = {}
 
     def bind(self, layer_caches: Sequence[torch.Tensor]) -> None:
         """As the base, and see the caches as pages."""
@@ -77,19 +77,23 @@ class KernelAttention(PagedAttention):
     def _lay_out(self, prefill: Sequence[Span], decode: Sequence[Span]) -> None:
         super()._lay_out(prefill, decode)
         alone = [
-            Span(at, at + 1, span.row + at - span.start, span.table, at, at)
+            Span(at, at + 1, span.row + at - span.start, span.table, at, at, span.window_table)
             for span in decode
             for at in range(span.start, span.stop)
         ]
-        self._calls = [self._sequences(spans) for spans in (prefill, alone) if spans]
+        self._calls = {
+            window: [self._sequences(spans, window) for spans in (prefill, alone) if spans]
+            for window in dict.fromkeys(self.windows)
+            if window not in self._bands
+        }
 
-    def _sequences(self, spans: Sequence[Span]) -> _Sequences:
+    def _sequences(self, spans: Sequence[Span], window: int | None) -> _Sequences:
         lengths = [span.stop - span.start for span in spans]
         rows = np.concatenate([np.arange(span.row, span.row + span.stop - span.start) for span in spans])
         pages = [-(-span.stop // self.block_size) for span in spans]
         table = np.zeros((len(spans), max(pages)), dtype=np.int32)
         for line, span, count in zip(table, spans, pages, strict=True):
-            line[:count] = span.table[:count] * 2
+            line[:count] = np.maximum(span.table_of(window)[:count], 0) * 2  # no row sees what has slid out: any page
         key_counts = [span.stop for span in spans]
         return _Sequences(
             rows=self._index(rows.astype(np.int64)),
@@ -108,7 +112,7 @@ class KernelAttention(PagedAttention):
         if window in self._bands:
             super()._attend(layer, q, scale, wanted_only)
             return
-        for call in self._calls:
+        for call in self._calls[window]:
             if call.any_wanted or not wanted_only:
                 self._output[call.rows] = self._run(call, q[call.rows], self._pages[layer], scale, window)
 
@@ -181,12 +185,13 @@ class NpuAttention(KernelAttention):
     def prepare(self, prefill: Sequence[Span], decode: Sequence[Span], num_rows: int) -> None:
         """As the base; the cache lines are also needed as int32."""
         super().prepare(prefill, decode, num_rows)
-        self._slots = self._key_slots.to(torch.int32)
+        self._slots = {window: slots[0].to(torch.int32) for window, slots in self._write_slots.items()}
 
     def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         keys, values = self._pages[layer]
+        slots = self._slots[self.windows[layer]]
         self._npu._npu_reshape_and_cache(
-            key=k.contiguous(), value=v.contiguous(), key_cache=keys, value_cache=values, slot_indices=self._slots
+            key=k.contiguous(), value=v.contiguous(), key_cache=keys, value_cache=values, slot_indices=slots
         )
 
     def _run(self, call: _Sequences, q: torch.Tensor, pages: _Pages, scale: float, window: int | None) -> torch.Tensor:

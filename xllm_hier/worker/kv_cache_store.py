@@ -338,6 +338,21 @@ class KVCacheStore:
             for entry in entries
         ]
 
+    def probe(self, block_type: BlockType, hashes: Sequence[bytes]) -> bytes:
+        """HIT for each logical block of which every object is there and may be asked for, else MISS."""
+        objects = self._expand(block_type, range(len(hashes)), hashes)
+        if not self.circuit.closed or not objects:
+            return bytes([MISS]) * len(hashes)
+        held = self._quarantine.held(item.key for item in objects)
+        try:
+            with self.circuit.call():
+                exist = self._client.exist([item.key for item in objects])
+        except StoreError as error:
+            self._failed("g2h", error)
+            return bytes([MISS]) * len(hashes)
+        lacking = {item.row for item, there in zip(objects, exist, strict=True) if not there or item.key in held}
+        return bytes(MISS if row in lacking else HIT for row in range(len(hashes)))
+
     def prefetch(self, block_type: BlockType, blocks: Sequence[int], hashes: Sequence[bytes]) -> bytes:
         """Read logical blocks into host `blocks`; one byte each, see PrefetchAnswer."""
         objects = self._expand(block_type, blocks, hashes)

@@ -32,13 +32,15 @@ from ..plans import (
     OffloadStored,
     PrefetchAnswer,
     PrefetchFromStorage,
+    ProbeAnswer,
+    ProbeStorage,
     TransferBlocks,
     TransferKvBlocks,
 )
 from ..wire import Deadline
 from .cache_domain import BlockCache, CacheDomain
 from .kv_cache_store import KVCacheStore, name_blocks, trailer_mismatch, write_trailer
-from .layer_copy import Copier, LayerSynchronizer, Part, TorchCopier, layer_groups, one_thread
+from .layer_copy import Copier, LayerSynchronizer, Part, TorchCopier, end_of_layers, layer_groups, one_thread
 from .load import Load
 from .store_circuit import ATTACHED, DETACHED
 from .store_queue import StoreQueue
@@ -73,18 +75,17 @@ def _nothing_to_wait_for(_timeout_s: float) -> None:
     pass
 
 
-def _host_bytes(caches: Sequence[BlockCache], num_blocks: int) -> int:
-    return num_blocks * sum(cache.layout.object_bytes for cache in caches)
+def _host_bytes(caches: Sequence[BlockCache], counts: Mapping[BlockType, int]) -> int:
+    return sum(counts[cache.layout.block_type] * cache.layout.object_bytes for cache in caches)
 
 
-def _place(caches: Sequence[BlockCache], memory: HostMemory, num_blocks: int) -> None:
+def _place(caches: Sequence[BlockCache], memory: HostMemory, counts: Mapping[BlockType, int]) -> None:
     """Give each cache its host blocks, one cache after the other from the start of `memory`."""
     offset = 0
     for cache in caches:
-        nbytes = num_blocks * cache.layout.object_bytes
-        part = torch.from_numpy(memory.array[offset : offset + nbytes])
-        cache.host = part.view(num_blocks, cache.layout.object_bytes)
-        offset += nbytes
+        count, size = counts[cache.layout.block_type], cache.layout.object_bytes
+        cache.host = torch.from_numpy(memory.array[offset : offset + count * size]).view(count, size)
+        offset += count * size
 
 
 class HierarchyKVCacheTransfer:
@@ -136,14 +137,15 @@ class HierarchyKVCacheTransfer:
         name_blocks(domain, self._config, self._rank, identity.text if identity else "")
         self._domains[domain.role] = domain
 
-    def build(self, num_host_blocks: int) -> None:
-        """Create the host caches of all registered domains, and the store client when the store is enabled.
+    def build(self, num_host_blocks: Mapping[BlockType, int]) -> None:
+        """Create the host caches of all registered domains, so many blocks of each type, and the store client when the
+        store is enabled.
 
         Raises:
             ConfigError: the host memory does not fit.
             StartupError: the ranks could not share theirs.
         """
-        if not num_host_blocks:
+        if not any(num_host_blocks.values()):
             return
         caches = [cache for domain in self._domains.values() for cache in domain.caches.values()]
         shared = [cache for cache in caches if cache.layout.replicated and self._config.tp_size > 1]
@@ -238,10 +240,9 @@ class HierarchyKVCacheTransfer:
             if plan.batch_id in self._loads:
                 raise InvariantError(f"batch id {plan.batch_id} is in use")
         parts = self._parts(plan)
-        num_layers = len(self._domains[CacheRole.TARGET].layout.blocks[0].layers)
-        groups = layer_groups(num_layers, self._config.layers_wise_copy_batchs)
-        most = max((len(d.caches[BlockType(m.block_type)].device) for d, m in parts), default=num_layers)
-        groups[-1] = range(groups[-1].start, max(groups[-1].stop, most))  # a draft may be deeper than its target
+        groups = layer_groups(self._domains[CacheRole.TARGET].layout.num_layers, self._config.layers_wise_copy_batchs)
+        last = groups[-1]  # a draft may be deeper than its target
+        groups[-1] = range(last.start, max(last.stop, end_of_layers(parts) if parts else 0))
         start = time.perf_counter()
         problem = self._disproof(parts)
         if problem is None:
@@ -428,6 +429,32 @@ class HierarchyKVCacheTransfer:
             self._stats.fail("g2h", "exception")
             return bytes([UNKNOWN]) * len(plan.host)  # nobody knows how far it got
         return bytes([MISS]) * len(plan.host)
+
+    def probe(self, plan: ProbeStorage) -> None:
+        """Look which blocks the store has; answers a ProbeAnswer in any case."""
+
+        def answer(hits: list[bytes]) -> None:
+            self._answer(ProbeAnswer(plan.prefetch_id, self._rank, hits))
+
+        def give_up(_running: bool) -> None:
+            answer([bytes(len(raw) // HASH_BYTES) for raw in plan.hashes])
+
+        self._reads.submit(lambda: self._probe(plan), answer, give_up)
+
+    def _probe(self, plan: ProbeStorage) -> list[bytes]:
+        store, found = self.store, []
+        try:
+            for name, raw in zip(plan.block_types, plan.hashes, strict=True):
+                block_type, hashes = BlockType(name), split_hashes(raw)
+                if not self._keeps(block_type):
+                    found.append(bytes([HIT]) * len(hashes))  # rank 0 looks
+                else:
+                    found.append(store.probe(block_type, hashes) if store is not None else bytes(len(hashes)))
+        except Exception:  # what cannot be looked for is not there
+            log.exception("probe %d failed", plan.prefetch_id)
+            self._stats.fail("g2h", "exception")
+            return [bytes(len(raw) // HASH_BYTES) for raw in plan.hashes]
+        return found
 
     def watch_store(self) -> None:
         """Look for a store call that hangs, and let nobody wait for one that is left alone; call it now and then."""

@@ -30,6 +30,11 @@ log = logging.getLogger("xllm.transfer")
 Part = tuple[CacheDomain, BlockMapping]
 
 
+def end_of_layers(parts: Sequence[Part]) -> int:
+    """The number behind that of the last layer which some of `parts` has blocks for."""
+    return max(domain.caches[BlockType(mapping.block_type)].layout.layers[-1] + 1 for domain, mapping in parts)
+
+
 def layer_groups(num_layers: int, num_groups: int) -> list[range]:
     """Layers copied under one event: max(1, layers // n) each, so 30 layers and n = 4 give 7, 7, 7, 7, 2; 0 = one."""
     size = num_layers if num_groups == 0 else max(1, num_layers // num_groups)
@@ -136,10 +141,11 @@ class TorchCopier:
         """Host blocks to device blocks for `layers` of one domain, those of them that it has, now."""
         cache = domain.caches[BlockType(mapping.block_type)]
         source, target = _indices(mapping.host), _indices(mapping.device)
-        for layer in range(layers.start, min(layers.stop, len(cache.device))):
-            device = cache.device[layer]
-            pieces = cache.host_piece(layer).index_select(0, source).to(device.device)
-            device.index_copy_(0, target.to(device.device), pieces)
+        for place, layer in enumerate(cache.layout.layers):
+            if layer in layers:
+                device = cache.device[place]
+                pieces = cache.host_piece(place).index_select(0, source).to(device.device)
+                device.index_copy_(0, target.to(device.device), pieces)
 
     def offload(self, parts: Sequence[Part]) -> Callable[[float], None]:
         def work(_timeout_s: float) -> None:
@@ -253,6 +259,7 @@ class NativeCopier:
             host_stride=cache.host.stride(0),
             host_blocks=cache.host.shape[0],
             piece_bytes=cache.layout.layer_bytes,
+            layers=cache.layout.layers,
         )
 
     def _submit(
@@ -279,9 +286,8 @@ class NativeCopier:
         return NativeSynchronizer(batch_id, groups, transfer, stream)
 
     def offload(self, parts: Sequence[Part]) -> Callable[[float], None]:
-        layers = max(len(domain.caches[BlockType(mapping.block_type)].device) for domain, mapping in parts)
         try:
-            transfer = self._submit("offload", parts, [range(layers)], self._stream())
+            transfer = self._submit("offload", parts, [range(end_of_layers(parts))], self._stream())
         except ValueError as error:
             raise TransferError(f"offload: {error}") from error
 

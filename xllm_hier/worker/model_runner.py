@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from ..plans import DecodeSequence, Forward, PrefillSequence, TokenLogprob
 from .attention import PagedAttention, Span
 from .latent_attention import LatentAttention
 from .platform import Platform
+from .recurrent_state import RecurrentStates, StateSpan
 from .sampler import sample, token_logprobs
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 # Prompt log probabilities take vocab x 4 bytes per row; so many rows at a time bound it.
 _HEAD_ROWS = 32
+_SCAN_TOKENS = 64  # of a recurrent layer's prompt go through one computation
 
 
 @dataclass
@@ -98,7 +101,9 @@ class ModelRunner:
         with torch.inference_mode():
             self._model: Decoder | HfModel = self._load(config, progress, head_of)
             self._attention = self._make_attention()
-        self.layout = self._layout()
+            self._states = self._make_states()
+        self.layout = self._layout(config)
+        self._window_blocks = any(block.block_type is BlockType.SWA for block in self.layout.blocks)
         self.details = self._details(config)
         self._folder = config.model
 
@@ -107,9 +112,19 @@ class ModelRunner:
         """Which model this is; quick after loading, when its pages are in memory."""
         return model_identity(self._folder, self.dtype)
 
+    @property
+    def scan_tokens(self) -> int:
+        """Prompt steps of a sequence must end at multiples of this, or with the prompt; 1 where nothing asks for it."""
+        return self._states.scan_tokens if self._states is not None else 1
+
     def bind_cache(self, layer_caches: list[torch.Tensor]) -> None:
-        """Use these caches, one per layer: contiguous [num_blocks, tensors, *shape], as `layout` has them."""
-        self._attention.bind(layer_caches)
+        """Use these caches, one per layer of the model: contiguous [num_blocks, tensors, *shape], or bytes of a layer
+        with a state, as `layout` has them."""
+        if self._states is not None:
+            self._states.bind([layer_caches[layer] for layer in self._states.layers])
+        recurrent = self._states.layers if self._states is not None else ()
+        nothing = self._attention.no_cache()
+        self._attention.bind([nothing if n in recurrent else cache for n, cache in enumerate(layer_caches)])
 
     @torch.inference_mode()
     def forward(
@@ -121,13 +136,16 @@ class ModelRunner:
         `given` [the plan's tokens, hidden] is what a multi-token prediction head takes beside them.
         """
         if not plan.prefill and not plan.decode:
-            for layer in self.layout.of(BlockType.KV).layers:
+            for layer in range(self.layout.num_layers):
                 wait_for_layer(layer)
             return ModelOutput([], [], [])
         rows, spans = self._lay_out(plan)
         sequences: list[PrefillSequence | DecodeSequence] = [*plan.prefill, *plan.decode]
         count = len(plan.prefill)
         self._attention.prepare(spans[:count], spans[count:], len(rows.token_ids))
+        if self._states is not None:
+            moves = [_state_span(sequence, span) for sequence, span in zip(sequences, spans, strict=True)]
+            self._states.prepare(moves[:count], moves[count:], len(rows.token_ids))
         hidden = self._run(rows, spans, wait_for_layer, given)
         place = {row: index for index, row in enumerate(rows.wanted.tolist())}
         self._hidden, self._drawn = hidden, []
@@ -179,8 +197,10 @@ class ModelRunner:
     def _run(
         self, rows: StepRows, spans: list[Span], wait_for_layer: Callable[[int], None], given: torch.Tensor | None
     ) -> torch.Tensor:
-        if given is None or not isinstance(self._model, Decoder):
+        if not isinstance(self._model, Decoder):
             return self._model.forward(rows, self._attention, wait_for_layer)
+        if given is None:
+            return self._model.forward(rows, self._attention, wait_for_layer, recurrence=self._states)
         places = np.concatenate([np.arange(span.row, span.row + span.stop - span.start) for span in spans])
         padded = given.new_zeros(len(rows.token_ids), given.shape[1])
         padded[torch.from_numpy(places).to(self.device)] = given
@@ -194,12 +214,12 @@ class ModelRunner:
         wanted: list[range] = []
         row = 0
         for sequence in plan.prefill:
-            spans.append(_span(sequence, row, self.keeps_hidden or sequence.prompt_logprobs is not None))
+            spans.append(self._span(sequence, row, self.keeps_hidden or sequence.prompt_logprobs is not None))
             row += len(sequence.token_ids)
         num_prefill = -(-row // self._model.prefill_unit) * self._model.prefill_unit
         prefill_padding, row = num_prefill - row, num_prefill
         for decode in plan.decode:
-            spans.append(_span(decode, row, self.keeps_hidden))
+            spans.append(self._span(decode, row, self.keeps_hidden))
             row += len(decode.token_ids)
         total = num_prefill - (num_prefill - row) // self._model.decode_unit * self._model.decode_unit
         token_ids, positions = np.zeros(total, np.int64), np.zeros(total, np.int64)
@@ -212,6 +232,13 @@ class ModelRunner:
         tensors = (torch.from_numpy(token_ids), torch.from_numpy(positions))
         ids, places = (tensor.to(self.device) for tensor in tensors)
         return StepRows(ids, places, num_prefill, indices.to(self.device), (prefill_padding, total - row)), spans
+
+    def _span(self, sequence: PrefillSequence | DecodeSequence, row: int, all_wanted: bool) -> Span:
+        start, stop = sequence.start, sequence.start + len(sequence.token_ids)
+        num_drawn = _num_drafts(sequence) + 1 if sequence.sampling is not None else 0
+        wanted_from = start if all_wanted else stop - num_drawn
+        window_table = sequence.window_table if self._window_blocks else None
+        return Span(start, stop, row, sequence.block_table, sequence.write_from, wanted_from, window_table)
 
     def _prompt_logprobs(self, sequence: PrefillSequence, hidden: torch.Tensor) -> list[TokenLogprob]:
         """Of the tokens after each position of the chunk; the last one's successor may lie in the next chunk."""
@@ -293,7 +320,46 @@ class ModelRunner:
             first_position=first_position,
         )
 
-    def _layout(self) -> CacheLayout:
+    def _make_states(self) -> RecurrentStates | None:
+        model = self._model
+        if not isinstance(model, Decoder) or not any(model.spec.recurrent):
+            return None
+        layers = [layer for layer, net in enumerate(model.spec.recurrent) if net]
+        spec = next(net for net in model.spec.recurrent if net)
+        scan_tokens = math.gcd(self.block_size, _SCAN_TOKENS)  # so that each block ends a cell of the scan
+        return RecurrentStates(spec=spec, layers=layers, dtype=self.dtype, device=self.device, scan_tokens=scan_tokens)
+
+    def _layout(self, config: EngineConfig) -> CacheLayout:
+        """Blocks by type: of full attention, of sliding windows that are kept apart, of recurrent states."""
+        recurrent = self._states.layers if self._states is not None else ()
+        layers = [layer for layer in range(len(self._attention.windows)) if layer not in recurrent]
+        sliding = [layer for layer in layers if self._attention.windows[layer] is not None]
+        if not self._keeps_windows_apart(config, len(sliding) == len(layers)):
+            sliding = []
+        full = [layer for layer in layers if layer not in sliding]
+        blocks = [self._attention_blocks(BlockType.KV, full)] if full else []
+        if sliding:
+            span = max(window for window in self._attention.windows if window is not None)
+            blocks.append(replace(self._attention_blocks(BlockType.SWA, sliding), span=span))
+        if self._states is not None:
+            tensors = self._states.tensors
+            blocks.append(BlockLayout(BlockType.LINEAR, self.block_size, recurrent, tensors, span=1))
+        return CacheLayout(self._role, tuple(blocks))
+
+    def _keeps_windows_apart(self, config: EngineConfig, all_slide: bool) -> bool:
+        """A draft's caches, and what has the numbers of a draft's blocks, lie in KV blocks; a window that no sequence
+        outgrows saves nothing."""
+        windows = [window for window in self._attention.windows if window is not None]
+        return (
+            config.cache_layout == "auto"
+            and bool(windows)
+            and max(windows) < self.max_model_len
+            and isinstance(self._model, Decoder)
+            and self._role is CacheRole.TARGET
+            and not (all_slide and config.drafts_by_model)
+        )
+
+    def _attention_blocks(self, block_type: BlockType, layers: list[int]) -> BlockLayout:
         attention = self._attention
         shape = (self.block_size, attention.kv_heads, attention.head_dim)
         dtype = str(self.dtype).removeprefix("torch.")
@@ -301,9 +367,12 @@ class ModelRunner:
         latent = isinstance(attention, LatentAttention)
         if latent:
             tensors = (TensorSpec("latent", dtype, (self.block_size, attention.head_dim)),)
-        layers = tuple(range(len(attention.windows)))
-        block = BlockLayout(BlockType.KV, self.block_size, layers, tensors, replicated=latent)
-        return CacheLayout(self._role, (block,))
+        return BlockLayout(block_type, self.block_size, tuple(layers), tensors, replicated=latent)
+
+    @property
+    def _equal_bits(self) -> bool:
+        """Whether the bits of a row are known not to depend on what is computed beside it."""
+        return self._attention.batch_invariant and (self._states is None or self.device.type == "cpu")
 
     def _details(self, config: EngineConfig) -> dict[str, Any]:
         model = self._model
@@ -318,12 +387,14 @@ class ModelRunner:
             "experts": _has_experts(self.hf_config),
             "cpu_capability": torch.backends.cpu.get_cpu_capability() if self.device.type == "cpu" else "",
             "packed_weights": own and can_pack(self.dtype, self.device),
-            "batch_invariant": own and config.batch_invariant and self._attention.batch_invariant,
+            "batch_invariant": own and config.batch_invariant and self._equal_bits,
             "attention": self._attention.kernel,
             "query_tiles": list(self._attention.tiles),
             "prefill_tiles": {},
             "decode_rows": {},
         }
+        if self._states is not None:
+            details["scan_tokens"] = self.scan_tokens
         if isinstance(model, Decoder):
             prefill = [*model.linears(), *model.grouped_linears()]
             decode = [*prefill, model.head]
@@ -372,11 +443,11 @@ def _choose_tiles(model: Decoder, fixed_rows: int) -> None:
     model.chunk_rows = max(prefill) * (4 if model.grouped_linears() else 1)
 
 
-def _span(sequence: PrefillSequence | DecodeSequence, row: int, all_wanted: bool) -> Span:
-    start, stop = sequence.start, sequence.start + len(sequence.token_ids)
-    num_drawn = _num_drafts(sequence) + 1 if sequence.sampling is not None else 0
-    wanted_from = start if all_wanted else stop - num_drawn
-    return Span(start, stop, row, sequence.block_table, sequence.write_from, wanted_from)
+def _state_span(sequence: PrefillSequence | DecodeSequence, span: Span) -> StateSpan:
+    moves = sequence.states
+    assert moves is not None, "a sequence of a recurrent model needs its state"
+    saved = tuple(zip(moves.positions.tolist(), moves.blocks.tolist(), strict=True))
+    return StateSpan(span.row, span.stop - span.start, span.start, moves.source, saved)
 
 
 def _num_drafts(sequence: PrefillSequence | DecodeSequence) -> int:

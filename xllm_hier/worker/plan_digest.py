@@ -50,6 +50,11 @@ class PlanDigest:
         self._numbers(sequence.next_token, generated, sequence.draft_from, sequence.num_proposals)
         self._array(sequence.token_ids)
         self._array(sequence.block_table)
+        self._array(sequence.window_table)
+        if sequence.states is not None:
+            self._numbers(sequence.states.source)
+            self._array(sequence.states.positions)
+            self._array(sequence.states.blocks)
 
     def _mapping(self, mapping: BlockMapping) -> None:
         self._digest.update(mapping.block_type.encode())

@@ -176,14 +176,14 @@ class Platform:
 
     # ------------------------------------------------------------------------------------------------ memory
 
-    def num_device_blocks(self, config: EngineConfig, block_bytes: int) -> int:
-        """Blocks of the device cache: `max_cache_size`, or what free memory allows.
+    def cache_budget(self, config: EngineConfig) -> int:
+        """Bytes of the device cache: `max_cache_size`, or what free memory allows.
 
         On cpu host and device blocks of all ranks share the memory, and without `max_cache_size` the ranks take no more
         than 1 GiB together.
 
         Raises:
-            ConfigError: not even one block fits.
+            ConfigError: there are not so many.
         """
         factor = config.host_blocks_factor if config.host_cache_enabled else 0.0
         ranks_here = config.tp_size if self.name == "cpu" else 1
@@ -196,9 +196,7 @@ class Platform:
             budget = free
         if budget > free:
             raise ConfigError("max_cache_size", budget, f"at most {free} bytes (what max_memory_utilization leaves)")
-        if budget < block_bytes:
-            raise ConfigError("max_cache_size", budget, f"at least one block, {block_bytes} bytes")
-        return budget // block_bytes
+        return budget
 
 
 # ------------------------------------------------------------------------------------------- looking for devices

@@ -81,6 +81,9 @@ class DraftModel:
         if not config.drafts_by_model:
             return None
         is_head = config.speculative_algorithm == "mtp"
+        if is_head and target.scan_tokens > 1:
+            # The hidden state before a restored boundary would take the recurrent state before it, which nobody keeps.
+            raise ConfigError("speculative_algorithm", "mtp", "ngram | draft_model for a model with recurrent layers")
         more: dict[str, Any] = {"platform": target.platform, "parallel": target.parallel, "role": CacheRole.DRAFT}
         more["block_size"] = target.block_size  # its blocks are the target's, number by number
         if is_head:
@@ -95,6 +98,8 @@ class DraftModel:
                 runner = ModelRunner(own, progress=progress, **more)
             except ConfigError as error:
                 raise ConfigError("draft_model", config.draft_model, f"one that can run here ({error})") from error
+            if runner.scan_tokens > 1:
+                raise ConfigError("draft_model", config.draft_model, "a model without recurrent layers")
         component = draft_component(
             config.speculative_algorithm, config.draft_model, "" if is_head else runner.identity.text
         )

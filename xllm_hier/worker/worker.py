@@ -12,7 +12,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 import zmq
 from tqdm import tqdm
 
-from ..block import BlockType
+from ..block import BlockType, CacheLayout
 from ..config import EngineConfig
 from ..errors import XllmError
 from ..models.parallel import TensorParallel
@@ -31,9 +31,11 @@ from ..plans import (
     ForwardOutput,
     Ints,
     PrefetchFromStorage,
+    ProbeStorage,
     TransferAck,
     TransferBlocks,
     TransferKvBlocks,
+    TypeSizes,
     WorkerCall,
     WorkerReady,
     WorkerResult,
@@ -43,6 +45,7 @@ from ..store_key import MAIN
 from ..wire import Channel
 from .block_compare import compare_blocks
 from .cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes
+from .cache_sizes import CacheSizes, strides
 from .kv_cache_transfer import HierarchyKVCacheTransfer
 from .load import Load
 from .model_runner import ModelOutput, ModelRunner
@@ -78,12 +81,12 @@ class Worker:
         self.runner = ModelRunner(config, progress=rank == 0, platform=self.platform, parallel=parallel)
         self.draft = DraftModel.load(config, self.runner, progress=rank == 0)
         runners = {MAIN: self.runner} | ({self.draft.component: self.draft.runner} if self.draft else {})
-        layouts = [runner.layout.of(BlockType.KV) for runner in runners.values()]
-        self._block_bytes = sum(layout.payload_bytes for layout in layouts)
-        num_blocks = self.platform.num_device_blocks(config, self._block_bytes)
-        self.num_device_blocks = parallel.agree(num_blocks, device=self.platform.device)
-        host_enabled = config.host_cache_enabled
-        self.num_host_blocks = int(self.num_device_blocks * config.host_blocks_factor) if host_enabled else 0
+        self._block_bytes = _block_bytes([runner.layout for runner in runners.values()])
+        sizes = CacheSizes(config, self.runner.layout.blocks)
+        num_blocks = sizes.fit(self.platform.cache_budget(config), self._block_bytes)
+        self.num_device_blocks = sizes.counts(parallel.agree(num_blocks, device=self.platform.device))
+        factor = config.host_blocks_factor if config.host_cache_enabled else 0.0
+        self.num_host_blocks = {kind: int(count * factor) for kind, count in self.num_device_blocks.items()}
         domains = [self._new_domain(component, runner) for component, runner in runners.items()]
         self._domain = domains[0]
         identities = {MAIN: self.runner.identity}
@@ -108,11 +111,14 @@ class Worker:
 
     def _new_domain(self, component: str, runner: ModelRunner) -> CacheDomain:
         """A model's device caches, bound to it."""
-        layout = runner.layout.of(BlockType.KV)
-        caches = allocate_device_cache(layout, self.num_device_blocks, self.platform.device)
-        runner.bind_cache(caches)
         domain = CacheDomain(runner.layout.role, component, runner.layout)
-        domain.caches[BlockType.KV] = BlockCache(layout, [as_bytes(cache) for cache in caches])
+        by_layer: dict[int, torch.Tensor] = {}
+        for layout in runner.layout.blocks:
+            kind = layout.block_type
+            caches = allocate_device_cache(layout, self.num_device_blocks[kind], self.platform.device)
+            by_layer.update(zip(layout.layers, caches, strict=True))
+            domain.caches[kind] = BlockCache(layout, [as_bytes(cache) for cache in caches])
+        runner.bind_cache([by_layer[layer] for layer in range(runner.layout.num_layers)])
         return domain
 
     def answer(self, message: Any) -> None:
@@ -124,24 +130,31 @@ class Worker:
 
     def run(self) -> None:
         """Announce readiness and compute until the engine says stop or is gone."""
-        layout = self.runner.layout.of(BlockType.KV)
+        first, kinds = self.runner.layout.blocks[0], self.num_device_blocks
+        spans = {layout.block_type: layout.span for layout in self.runner.layout.blocks}
         self.answer(
             WorkerReady(
                 self.rank,
-                self.num_device_blocks,
-                self.num_host_blocks,
+                self.num_device_blocks[first.block_type],
+                self.num_host_blocks[first.block_type],
                 self.runner.max_model_len,
                 self.runner.vocab_size,
                 list(self.runner.eos_token_ids),
-                self._block_bytes,
+                self._block_bytes[first.block_type],
                 {
                     **self.runner.details,
-                    "block_size": layout.block_size,
-                    "schema_hash": layout.schema_hash,
+                    "block_size": first.block_size,
+                    "schema_hash": first.schema_hash,
+                    "scan_tokens": self.runner.scan_tokens,
+                    "strides": {kind.value: n for kind, n in strides(self.config, self.runner.layout.blocks).items()},
                     "store_state": self.transfer.store_state,
                     "host_bytes": self.transfer.host_bytes,
                     "draft": self._draft_details(),
                 },
+                [
+                    TypeSizes(kind.value, spans[kind], kinds[kind], self.num_host_blocks[kind], self._block_bytes[kind])
+                    for kind in kinds
+                ],
             )
         )
         self._receiver.start()
@@ -181,6 +194,8 @@ class Worker:
                     self._stop.set()
             elif isinstance(message, PrefetchFromStorage):
                 self.transfer.prefetch(message)
+            elif isinstance(message, ProbeStorage):
+                self.transfer.probe(message)
             elif isinstance(message, WorkerCall):
                 self._on_call(message)
             else:
@@ -263,6 +278,15 @@ class Worker:
             proposals,
             draft_s,
         )
+
+
+def _block_bytes(layouts: Iterable[CacheLayout]) -> dict[BlockType, int]:
+    """What a block of each type takes on the device, in all domains together."""
+    nbytes: dict[BlockType, int] = {}
+    for layout in layouts:
+        for block in layout.blocks:
+            nbytes[block.block_type] = nbytes.get(block.block_type, 0) + block.payload_bytes
+    return nbytes
 
 
 class LoadWaiter:
