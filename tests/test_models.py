@@ -237,6 +237,22 @@ def test_frequencies_that_move_with_length_are_refused(tmp_path):
             ModelRunner(EngineConfig(model=str(folder), model_impl=implementation), progress=False)
 
 
+def test_a_model_that_looks_ahead_is_refused(tmp_path):
+    folder = tiny_models.make(tmp_path, "gemma3")
+    edit_config(folder, use_bidirectional_attention=True)
+    for implementation in ("own", "hf", "auto"):
+        with pytest.raises(ConfigError, match="use_bidirectional_attention"):
+            ModelRunner(EngineConfig(model=str(folder), model_impl=implementation), progress=False)
+
+
+@pytest.mark.parametrize("name", ["max_tokens_per_chunk_for_prefill", "max_tokens_per_batch"])
+def test_a_step_that_no_cell_of_the_scan_fits_into_is_refused(tmp_path, name):
+    folder = tiny_models.make(tmp_path, "qwen3_next")
+    with pytest.raises(ConfigError, match=f"{name}=15.*at least 16, as recurrent layers"):
+        ModelRunner(EngineConfig(model=str(folder), block_size=48, **{name: 15}), progress=False)
+    ModelRunner(EngineConfig(model=str(folder), block_size=48, **{name: 16}), progress=False)
+
+
 def test_an_unknown_family_falls_back_and_own_refuses_it(tmp_path):
     from transformers import Olmo2Config, Olmo2ForCausalLM
 

@@ -553,7 +553,8 @@ class HierarchyBlockManagerPool:
 
     def begin_canonical(self, sequence: Sequence) -> bool:
         """Prepare a finished sequence to have its decoded blocks computed once more as a prompt; False when none is
-        worth it. The sequence keeps its blocks; positions before `canonical_end` will be computed."""
+        worth it. The sequence keeps its KV blocks, others are allocated step by step; positions before `canonical_end`
+        will be computed."""
         first = sequence.prompt_length // self.block_size
         end = len(sequence.tokens) // self.block_size
         if (
@@ -580,7 +581,6 @@ class HierarchyBlockManagerPool:
         sequence.canonical_end = end * self.block_size
         sequence.boundaries.add(end)
         self._begin_state(sequence, first)
-        self._reserve_checkpoints(sequence, sequence.canonical_end)
         for index in range(first, end):
             self._filling.setdefault(sequence.hash_of(index), sequence)
         return True
@@ -600,25 +600,26 @@ class HierarchyBlockManagerPool:
         return True
 
     def _own_blocks(self, sequence: Sequence, first: int, end: int) -> bool:
-        """Give the sequence blocks `first` to `end` that nobody else holds or finds; False when there is no room."""
-        lacking: dict[BlockType, list[int]] = {}
+        """Give the sequence KV blocks `first` to `end` that nobody else holds or finds, and take its SWA blocks from
+        `first` on; False when there is no room."""
         for pools in self._tables:
             held, device = sequence.held[pools.type], pools.device
-            lacking[pools.type] = [
+            if pools.rule.span:
+                pools.let_go(held.cut(first))
+                continue
+            lacking = [
                 index
                 for index in range(first, end)
                 if held.block(index) == HOLE or device.references(held.block(index)) > 1
             ]
-        new = self._allocate_all({kind: len(indices) for kind, indices in lacking.items()})
-        if new is None:
-            return False
-        for pools in self._tables:
-            held = sequence.held[pools.type]
-            for index, block in zip(lacking[pools.type], new[pools.type], strict=True):
+            blocks = device.allocate(len(lacking))
+            if blocks is None:
+                return False
+            for index, block in zip(lacking, blocks, strict=True):
                 pools.let_go([held.block(index)])
                 held.put(index, block)
             for block in held.blocks[first:end]:
-                pools.device.withdraw(block)
+                device.withdraw(block)
         return True
 
     def deallocate(self, sequence: Sequence, *, resume: bool = False) -> None:

@@ -14,10 +14,12 @@ class PrefetchResult:
     Batches are issued one after the other; a batch is complete when every worker answered it. A block that some
     worker does not report is a miss. A block of which some worker says UNKNOWN, or whose batch was abandoned, is a miss
     whose target may still be written to. `timeout_ms` 0 waits without limit. `timed_out`: a time limit kept blocks from
-    being asked for, or from being waited for.
+    being asked for, or from being waited for; it runs from `started` (None: from now).
     """
 
-    def __init__(self, num_workers: int, num_blocks: int, batch_size: int, timeout_ms: int) -> None:
+    def __init__(
+        self, num_workers: int, num_blocks: int, batch_size: int, timeout_ms: int, started: float | None = None
+    ) -> None:
         self.num_workers = num_workers
         self.num_blocks = num_blocks
         self.batch_size = batch_size
@@ -29,7 +31,7 @@ class PrefetchResult:
         self._num_issued = 0
         self._stop = False
         self._missed = False
-        self._started = time.monotonic()
+        self._started = time.monotonic() if started is None else started
         self._timeout_s = timeout_ms / 1000
         self.timed_out = False
 

@@ -293,6 +293,9 @@ class Scheduler:
             count = min(sequence.canonical_end - sequence.num_computed, CANONICAL_CHUNK)
             start = sequence.num_computed
             end = start + count
+            if not self.manager.allocate(sequence, end):
+                self._end_canonical(sequence)
+                return
             tokens = ints(sequence.tokens[start:end])
             more = self._fields(sequence, end, sequence.tokens[end] if end < sequence.canonical_end else -1)
             table = sequence.table(BlockType.KV)

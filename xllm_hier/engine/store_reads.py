@@ -214,8 +214,9 @@ class StoreReads:
         for kind, index in columns:
             self._fetching.setdefault((kind, operation.sequence.hash_of(index)), operation)
 
-    def _new_result(self, num_columns: int) -> PrefetchResult:
-        return PrefetchResult(self._link.num_workers, num_columns, self._limits.batch_size, self._limits.timeout_ms)
+    def _new_result(self, num_columns: int, started: float | None = None) -> PrefetchResult:
+        limits = self._limits
+        return PrefetchResult(self._link.num_workers, num_columns, limits.batch_size, limits.timeout_ms, started)
 
     def _ask(self, operation: _Prefetch, columns: list[Column]) -> None:
         """Ask all ranks which of these blocks the store has."""
@@ -253,7 +254,7 @@ class StoreReads:
         needed = [(rule.block_type, index) for rule in rules for index in rule.needed(boundary * size)]
         operation.columns = [column for column in needed if not self._is_here(column, sequence)]
         operation.missed |= {sequence.hash_of(index) for _, index in set(probe.columns) - set(operation.columns)}
-        operation.result = self._new_result(len(operation.columns))
+        operation.result = self._new_result(len(operation.columns), operation.started)
         self._mount(sequence, boundary)
 
     def _share_left(self, block_type: BlockType) -> int:

@@ -96,6 +96,12 @@ class Held:
             index -= 1
         return taken[::-1]
 
+    def cut(self, end: int) -> list[int]:
+        """Hold nothing from number `end` on; returns what was held there."""
+        taken = self.blocks[end:]
+        del self.blocks[end:]
+        return taken
+
     def forget(self) -> None:
         """Nothing is held any more."""
         self.blocks.clear()

@@ -37,6 +37,8 @@ class HfModel:
         self, folder: str | Path, config: Any, dtype: torch.dtype, device: torch.device, *, progress: bool
     ) -> None:
         check_rope(config)
+        if getattr(config, "use_bidirectional_attention", None):
+            raise ConfigError("model", str(folder), "a causal model (this one has use_bidirectional_attention)")
         self.windows = layer_windows(config)
         self._architecture = (getattr(config, "architectures", None) or [config.model_type])[0]
         self._step = _Step()

@@ -102,6 +102,12 @@ class ModelRunner:
             self._model: Decoder | HfModel = self._load(config, progress, head_of)
             self._attention = self._make_attention()
             self._states = self._make_states()
+        if config.chunk_tokens < self.scan_tokens:
+            name = "max_tokens_per_batch"
+            if config.max_tokens_per_chunk_for_prefill == config.chunk_tokens:
+                name = "max_tokens_per_chunk_for_prefill"
+            allowed = f"at least {self.scan_tokens}, as recurrent layers take so many tokens at a time"
+            raise ConfigError(name, config.chunk_tokens, allowed)
         self.layout = self._layout(config)
         self._window_blocks = any(block.block_type is BlockType.SWA for block in self.layout.blocks)
         self.details = self._details(config)
