@@ -99,6 +99,32 @@ def latent_model() -> Path:
     return _put_in_place(scratch, folder)
 
 
+def sliding_model() -> Path:
+    """Folder of a random bfloat16 Gemma 3 of the 270M model's shape, but for a smaller vocabulary and context."""
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    folder = _cache() / "bench-sliding"
+    if (folder / "config.json").exists():
+        return folder
+    config = Gemma3TextConfig(
+        vocab_size=32768,
+        hidden_size=640,
+        intermediate_size=2048,
+        num_hidden_layers=18,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+        sliding_window=512,
+        query_pre_attn_scalar=256,
+        max_position_embeddings=16384,
+    )
+    torch.manual_seed(0)
+    scratch = folder.with_suffix(f".{os.getpid()}")
+    Gemma3ForCausalLM(config).to(torch.bfloat16).save_pretrained(scratch)
+    return _put_in_place(scratch, folder)
+
+
 def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "xllm_hier"
 

@@ -132,7 +132,7 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
         table.add_column(column, justify="left" if number == 0 else "right")
     for row in rows:
         table.add_row(*row)
-    Console(width=110).print(table)
+    Console(width=130).print(table)
 
 
 def memory_of(pids: dict[str, int]) -> dict[str, dict[str, float]]:

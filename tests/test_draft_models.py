@@ -48,6 +48,7 @@ class Setup:
     changes: dict[str, Any] = field(default_factory=dict)
 
 
+ONE_OF_EACH = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 SETUPS = {
     "llama, a draft that is often right": Setup("llama", torch.bfloat16, 1, "blurred"),
     "qwen3-tp2, a draft of other heads and dtype": Setup(
@@ -56,6 +57,9 @@ SETUPS = {
     "latents-tp2, a draft with keys and values": Setup("deepseek_v2", torch.float32, 2, "llama", {"hidden_size": 48}),
     "llama, a draft with latents": Setup("llama", torch.float32, 1, "deepseek_v2"),
     "qwen3, its head": Setup("qwen3", torch.float32, 1, "head", changes={"num_hidden_layers": 1}),
+    "states-tp2, their head": Setup("qwen3_next", torch.float32, 2, "head", changes=ONE_OF_EACH),
+    "windows, a draft of other heads": Setup("gemma3", torch.bfloat16, 1, "llama"),
+    "states, a draft with attention alone": Setup("qwen3_next", torch.bfloat16, 1, "qwen3"),
     "latents-tp2, their head": Setup(
         "deepseek_v3", torch.bfloat16, 2, "head", changes={"num_hidden_layers": 1, "tie_word_embeddings": True}
     ),
@@ -65,7 +69,12 @@ SETUPS = {
 # Each start of an instance takes seconds: what needs more than the two runs with some only.
 starts_instances = pytest.mark.parametrize(
     "pair",
-    ["llama, a draft that is often right", "latents-tp2, a draft with keys and values", "qwen3, its head"],
+    [
+        "llama, a draft that is often right",
+        "latents-tp2, a draft with keys and values",
+        "qwen3, its head",
+        "states-tp2, their head",
+    ],
     indirect=True,
 )
 
@@ -74,6 +83,7 @@ starts_instances = pytest.mark.parametrize(
 class Pair:
     """A target with drafts and all tiers (`flags` start one more), and the same without either."""
 
+    name: str
     flags: list[str]
     folder: Path
     store: EmbeddedStore
@@ -90,14 +100,14 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     with running_store(tmp_path_factory.mktemp("store")) as store:
         drafting = [*flags, *speculation(setup, target, folder / "draft"), *store_flags(store)]
         with Server(target, *drafting) as one, Server(target, *flags, "--enable_prefix_cache=false") as plain:
-            yield Pair(drafting, target, store, one, plain, setup.draft in ("blurred", "head"))
+            yield Pair(request.param, drafting, target, store, one, plain, setup.draft in ("blurred", "head"))
 
 
 def speculation(setup: Setup, target: Path, folder: Path) -> list[str]:
     """The flags; makes the draft, or gives the target a head."""
     flags = [f"--num_speculative_tokens={DRAFTS}"]
     if setup.draft == "head":
-        add_head(target, qwen_names=setup.family == "qwen3", alike=True)
+        add_head(target, qwen_names=setup.family.startswith("qwen3"), alike=True)
         return [*flags, "--speculative_algorithm=mtp"]
     if setup.draft == "blurred":
         blurred(target, folder, 0.15)
@@ -243,7 +253,11 @@ def test_a_restarted_instance_finds_both_halves_and_one_with_another_draft_finds
         assert answer.bits == expected and answer.cached[2] >= 79
     draft = next((flag for flag in pair.flags if flag.startswith("--draft_model=")), None)
     other = [flag for flag in pair.flags if not flag.startswith("--draft_model=") and "algorithm" not in flag]
-    folder = first_layers(Path(draft.partition("=")[2]) if draft else pair.folder, tmp_path / "moved", 1)
+    folder = tmp_path / "moved"
+    if "states" in pair.name:  # its first layer has no attention to draft with
+        make(folder, "qwen3")
+    else:
+        first_layers(Path(draft.partition("=")[2]) if draft else pair.folder, folder, 1)
     with Server(
         pair.folder, *other, "--speculative_algorithm=draft_model", f"--draft_model={folder}"
     ) as server_of_another:

@@ -23,11 +23,13 @@ def _configuration(argv: Sequence[str]) -> EngineConfig:
 
 def _announce(instance: Instance) -> None:
     config, info = instance.config, instance.info
-    blocks = (
-        f"{info['num_device_blocks']} device and {info['num_host_blocks']} host blocks of {info['block_size']} tokens"
+    types = info["block_types"]
+    blocks = " and ".join(
+        f"{' + '.join(f'{types[kind][tier]} {kind}' for kind in types)} {tier}" for tier in ("device", "host")
     )
     print(f"xllm_hier serves {info['model']} at http://{config.host}:{instance.port}", flush=True)
-    print(f"  {blocks}, store {info['store_state']}; longest request {info['max_model_len']} tokens", flush=True)
+    print(f"  {blocks} blocks of {info['block_size']} tokens, store {info['store_state']}", flush=True)
+    print(f"  longest request {info['max_model_len']} tokens", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -60,8 +60,8 @@ class HierarchyBlockManagerPool:
     restores that begin there. Steps over prompt tokens end at multiples of `scan_tokens`, or with the prompt.
 
     `store_enabled` False switches the store off, `enable_prefix_cache` False all reuse. `policy` decides what is
-    restored; None: whatever can be. A draft model's blocks (`drafting`) have the numbers of the target's KV blocks and
-    move with them.
+    restored; None: whatever can be. A draft model's blocks (`drafting`) have the numbers of the target's and move with
+    them.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class HierarchyBlockManagerPool:
         drafting: Drafting | None = None,
     ) -> None:
         self.drafting = drafting or Drafting()
+        self._draft_types = self.drafting.types if self.drafting.by_model else ()
         self.link = link
         self.block_size = block_size
         self.scan_tokens = scan_tokens
@@ -107,7 +108,7 @@ class HierarchyBlockManagerPool:
             self.pools,
             self.new_id,
             store_enabled=self.store_enabled,
-            draft_domain=self.drafting.by_model,
+            draft_types=self._draft_types,
         )
         self.store_reads = StoreReads(
             link,
@@ -413,7 +414,7 @@ class HierarchyBlockManagerPool:
         self._planned_loads = []
         self._batches[batch_id] = loads
         target = block_mappings(loads)
-        self.link.broadcast(TransferBlocks(batch_id, target, draft_part(target) if self.drafting.by_model else []))
+        self.link.broadcast(TransferBlocks(batch_id, target, draft_part(target, self._draft_types)))
         return [batch_id]
 
     def on_transfer_ack(self, ack: TransferAck) -> None:

@@ -416,11 +416,18 @@ class EngineCore:
             "block_size": self.block_size,
             "num_device_blocks": self.manager.device.num_blocks,
             "num_host_blocks": self.manager.host.num_blocks,
+            "block_types": {sizes.block_type: self._type_info(sizes) for sizes in _common_sizes(self.ready)},
             "store_state": self._worker_stats.get("store_state", "detached"),
             "tp_size": self.workers.num_workers,
             "tier_bytes": self._tier_bytes,
             "details": self.ready[0].details,
         }
+
+    def _type_info(self, sizes: TypeSizes) -> dict[str, Any]:
+        """Of one BlockType: blocks in each tier, and bytes of one on the device, all ranks together."""
+        ours = [found for answer in self.ready for found in answer.all_types if found.block_type == sizes.block_type]
+        nbytes = sum(found.block_bytes for found in ours)
+        return {"device": sizes.num_device_blocks, "host": sizes.num_host_blocks, "block_bytes": nbytes}
 
     def _answer_stats(self, call: Call, values: dict[int, dict[str, Any]]) -> None:
         if values:
@@ -460,7 +467,9 @@ class EngineCore:
 
 def _drafting(num_tokens: int, draft: dict[str, Any] | None) -> Drafting:
     """`draft` is what a worker tells of its draft model, None without one."""
-    return Drafting(num_tokens, draft is not None, bool(draft and draft["needs_hidden"]))
+    if draft is None:
+        return Drafting(num_tokens)
+    return Drafting(num_tokens, True, draft["needs_hidden"], tuple(draft["types"]))
 
 
 _STATE_ORDER = ("detached", "attached", "degraded", "open")  # from no worry to most

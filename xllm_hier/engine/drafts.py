@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..block import BlockType
+
 ORIGINS = ("cold", "device", "host", "store")
 # Fewer drafts than these say nothing; a gap must be both large and beyond chance.
 _ENOUGH, _GAP, _DEVIATIONS = 300, 0.2, 4.0
@@ -43,12 +45,13 @@ class Drafting:
     else by lookup.
 
     `needs_hidden`: that model takes the target's hidden state of the token before, which no cache holds: so the last
-    token of a restored prefix is computed again.
+    token of a restored prefix is computed again. `types`: the BlockTypes it has blocks of.
     """
 
     num_tokens: int = 0
     by_model: bool = False
     needs_hidden: bool = False
+    types: tuple[str, ...] = (BlockType.KV.value,)
 
     @property
     def ahead(self) -> int:

@@ -100,6 +100,7 @@ class Held:
         """Hold nothing from number `end` on; returns what was held there."""
         taken = self.blocks[end:]
         del self.blocks[end:]
+        self._table_length = min(self._table_length, end)
         return taken
 
     def forget(self) -> None:

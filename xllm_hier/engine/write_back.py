@@ -83,9 +83,9 @@ def block_mappings(moves: Iterable[Move]) -> list[BlockMapping]:
     ]
 
 
-def draft_part(mappings: list[BlockMapping]) -> list[BlockMapping]:
-    """Those that a draft model's blocks follow: it keeps all its layers' caches in KV blocks."""
-    return [mapping for mapping in mappings if mapping.block_type == BlockType.KV.value]
+def draft_part(mappings: list[BlockMapping], types: Iterable[str]) -> list[BlockMapping]:
+    """Those that the blocks of a draft model follow, which has blocks of `types`."""
+    return [mapping for mapping in mappings if mapping.block_type in types]
 
 
 class WriteBack:
@@ -93,7 +93,7 @@ class WriteBack:
 
     A block is copied once: not while the host holds it or another pair carries it. `store_works` is what the last
     answers said; a block whose write did not reach the store is written again once they are good again.
-    `draft_domain`: the draft model's block of the same number goes along.
+    `draft_types`: the draft model's blocks of these types and the same numbers go along.
     """
 
     def __init__(
@@ -103,9 +103,9 @@ class WriteBack:
         new_id: Callable[[], int],
         *,
         store_enabled: bool,
-        draft_domain: bool = False,
+        draft_types: tuple[str, ...] = (),
     ) -> None:
-        self._draft_domain = draft_domain
+        self._draft_types = draft_types
         self._link = link
         self._pools = pools
         self._new_id = new_id
@@ -174,7 +174,7 @@ class WriteBack:
             transfer_id = self._new_id()
             self._offloads[transfer_id] = _Offload(chosen)
             target = block_mappings(chosen)
-            draft = draft_part(target) if self._draft_domain else []
+            draft = draft_part(target, self._draft_types)
             self._link.broadcast(TransferKvBlocks(transfer_id, target, draft, put=put and self.store_enabled))
 
     def on_copied(self, answer: OffloadCopied) -> None:

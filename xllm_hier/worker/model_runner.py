@@ -108,6 +108,8 @@ class ModelRunner:
                 name = "max_tokens_per_chunk_for_prefill"
             allowed = f"at least {self.scan_tokens}, as recurrent layers take so many tokens at a time"
             raise ConfigError(name, config.chunk_tokens, allowed)
+        self._takes_hidden = head_of is not None and head_of.scan_tokens > 1
+        self._hidden_blocks = torch.empty(0)
         self.layout = self._layout(config)
         self._window_blocks = any(block.block_type is BlockType.SWA for block in self.layout.blocks)
         self.details = self._details(config)
@@ -128,9 +130,20 @@ class ModelRunner:
         with a state, as `layout` has them."""
         if self._states is not None:
             self._states.bind([layer_caches[layer] for layer in self._states.layers])
+        if self._takes_hidden:
+            *layer_caches, kept = layer_caches
+            self._hidden_blocks = kept.flatten(1)
         recurrent = self._states.layers if self._states is not None else ()
         nothing = self._attention.no_cache()
         self._attention.bind([nothing if n in recurrent else cache for n, cache in enumerate(layer_caches)])
+
+    def save_hidden(self, block: int, hidden: torch.Tensor) -> None:
+        """Of a head: keep, with the target's state in this block, its hidden state of the same token [hidden]."""
+        self._hidden_blocks[block] = hidden
+
+    def saved_hidden(self, block: int) -> torch.Tensor:
+        """What `save_hidden` kept [1, hidden]."""
+        return self._hidden_blocks[block : block + 1]
 
     @torch.inference_mode()
     def forward(
@@ -350,6 +363,10 @@ class ModelRunner:
         if self._states is not None:
             tensors = self._states.tensors
             blocks.append(BlockLayout(BlockType.LINEAR, self.block_size, recurrent, tensors, span=1))
+        if self._takes_hidden:
+            # The target cannot step back to the token before a restored state: a head's hidden state of it lies beside.
+            hidden = TensorSpec("hidden", str(self.dtype).removeprefix("torch."), (int(self.hf_config.hidden_size),))
+            blocks.append(BlockLayout(BlockType.LINEAR, self.block_size, (len(layers),), (hidden,), span=1))
         return CacheLayout(self._role, tuple(blocks))
 
     def _keeps_windows_apart(self, config: EngineConfig, all_slide: bool) -> bool:

@@ -81,9 +81,6 @@ class DraftModel:
         if not config.drafts_by_model:
             return None
         is_head = config.speculative_algorithm == "mtp"
-        if is_head and target.scan_tokens > 1:
-            # The hidden state before a restored boundary would take the recurrent state before it, which nobody keeps.
-            raise ConfigError("speculative_algorithm", "mtp", "ngram | draft_model for a model with recurrent layers")
         more: dict[str, Any] = {"platform": target.platform, "parallel": target.parallel, "role": CacheRole.DRAFT}
         more["block_size"] = target.block_size  # its blocks are the target's, number by number
         if is_head:
@@ -134,6 +131,7 @@ class DraftModel:
         sampled: list[_Work | None] = []
         sequences: list[PrefillSequence | DecodeSequence] = [*plan.prefill, *plan.decode]
         for index, sequence in enumerate(sequences):
+            self._keep_hidden(index, sequence)
             drawn = next(found) if sequence.sampling is not None else []
             work = self._work(index, sequence, drawn) if sequence.draft_from >= 0 else None
             if sequence.sampling is not None:
@@ -161,8 +159,10 @@ class DraftModel:
         hidden = None
         if self.is_head:
             before = first - 1 - sequence.start  # the row whose hidden state the first token takes
-            assert before >= 0, "a head needs the row before its first"
-            hidden = self._target.hidden_of(index, before + len(tokens))[before:]
+            hidden = self._target.hidden_of(index, before + len(tokens))[max(0, before) :]
+            if before < 0:  # a step before this one computed it
+                assert sequence.states is not None, "a head needs the row before its first"
+                hidden = torch.cat([self.runner.saved_hidden(sequence.states.source), hidden])
         room = min(len(sequence.block_table) * self.runner.block_size, limit) - end + 1
         wanted = min(sequence.num_proposals, room) if drawn and whole else 0
         sampling = None
@@ -170,6 +170,14 @@ class DraftModel:
             sampling = dataclasses.replace(sequence.sampling, num_logprobs=None)
         draw = sequence.draw + len(drawn)
         return _Work(sequence.block_table, first, tokens, num_decoded, hidden, sampling, draw, wanted)
+
+    def _keep_hidden(self, index: int, sequence: PrefillSequence | DecodeSequence) -> None:
+        """With each state that the target has saved, its last hidden state, for whoever goes on from there."""
+        if not self.is_head or sequence.states is None:
+            return
+        moves = sequence.states
+        for position, block in zip(moves.positions.tolist(), moves.blocks.tolist(), strict=True):
+            self.runner.save_hidden(block, self._target.hidden_of(index, position - sequence.start)[-1])
 
     def _take_in(self, works: list[_Work]) -> None:
         """One forward over the tokens that became known; whoever drafts gets the first one from it."""

@@ -172,7 +172,8 @@ class Worker:
         runner, layout = self.draft.runner, self.draft.runner.layout.of(BlockType.KV)
         return {
             "component": self.draft.component,
-            "needs_hidden": self.draft.is_head,
+            "types": [block.block_type.value for block in runner.layout.blocks],
+            "needs_hidden": self.draft.is_head and len(runner.layout.blocks) == 1,
             "family": runner.details["family"],
             "dtype": runner.details["dtype"],
             "parameter_bytes": runner.details["parameter_bytes"],
