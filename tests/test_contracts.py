@@ -225,6 +225,13 @@ def test_types_of_different_block_sizes_meet_where_all_their_blocks_end() -> Non
         assert boundary_of(rules, present, 24) == brute_force(rules, present, 24)
 
 
+def test_a_block_knows_the_boundaries_that_need_it() -> None:
+    for size, span in itertools.product((1, 4, 5), (1, 3, 4, 5, 8, 9, 30)):
+        rule = RestoreRule(BlockType.SWA, size, span)
+        for index in range(12):
+            assert list(rule.needed_at(index)) == [b for b in range(50) if index in rule.needed(b * size)]
+
+
 def test_what_a_restore_needs_is_asked_for_from_the_top() -> None:
     """Where a long prefix is whole, nothing below the window is looked at."""
     asked = []

@@ -143,6 +143,10 @@ class RestoreRule:
         first = max(0, boundary - self.span) // self.block_size if self.span else 0
         return range(first, boundary // self.block_size)
 
+    def needed_at(self, index: int) -> range:
+        """The boundaries, in blocks, that need block `index`, of a type with a span."""
+        return range(index + 1, index + 1 + -(-self.span // self.block_size))
+
 
 def common_boundary(rules: Sequence[RestoreRule], has: Callable[[BlockType, int], bool], limit: int) -> int:
     """Largest boundary of at most `limit` tokens at which the rules of all types hold; 0 when nothing can be restored.

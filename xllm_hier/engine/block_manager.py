@@ -86,8 +86,9 @@ class HierarchyBlockManagerPool:
         self.link = link
         self.block_size = block_size
         self.scan_tokens = scan_tokens
-        types = types or [TypeSizes(BlockType.KV.value, 0, num_device_blocks, num_host_blocks, 0)]
-        self.pools = {BlockType(sizes.block_type): TypePools(sizes, block_size) for sizes in types}
+        types = types or [TypeSizes(BlockType.KV.value, 0, num_device_blocks, num_host_blocks, 1)]
+        unit = types[0].block_bytes or 1
+        self.pools = {BlockType(one.block_type): TypePools(one, block_size, one.block_bytes / unit) for one in types}
         self.types = tuple(self.pools)
         self._rules = [pools.rule for pools in self.pools.values()]
         self._tables = [pools for pools in self.pools.values() if pools.type is not BlockType.LINEAR]
@@ -197,6 +198,14 @@ class HierarchyBlockManagerPool:
         ):
             boundary += 1
         return boundary
+
+    def beyond_grid(self, start: int, end: int) -> int:
+        """Tokens of a prompt's step over `start .. end` that lie behind the last place where it may end: behind a
+        block, where a state is worth keeping, or at least behind a cell of the scan."""
+        if self.scan_tokens == 1:
+            return 0
+        beyond = end % self.block_size
+        return beyond if end - beyond > start else min(end % self.scan_tokens, end - start)
 
     def match(self, sequence: Sequence) -> int:
         """Tokens that `allocate` would take from device and host now; nothing is changed."""
@@ -380,13 +389,11 @@ class HierarchyBlockManagerPool:
 
     def _is_kept(self, sequence: Sequence, pools: TypePools, index: int) -> bool:
         """A restore at some boundary worth keeping needs block `index` of this type."""
-        stride = self._stride_blocks.get(pools.type, 0)
-        boundary = index + 1
-        while pools.rule.span and index in pools.rule.needed(boundary * self.block_size):
-            if boundary in sequence.boundaries or (stride and boundary % stride == 0):
-                return True
-            boundary += 1
-        return not pools.rule.span
+        if not pools.rule.span:
+            return True
+        boundaries, stride = pools.rule.needed_at(index), self._stride_blocks.get(pools.type, sys.maxsize)
+        on_stride = (boundaries.stop - 1) // stride * stride
+        return on_stride >= boundaries.start or any(boundary in boundaries for boundary in sequence.boundaries)
 
     def _reserve_host_targets(self, sequence: Sequence, num_tokens: int) -> None:
         last = min(num_tokens, sequence.prompt_length) // self.block_size
@@ -481,8 +488,8 @@ class HierarchyBlockManagerPool:
         source, size = sequence.states[sequence.num_computed], self.block_size
         moves = {end + number: sequence.live_states[number] for number in range(num_drafts + 1)}
         held = sequence.held[BlockType.LINEAR]
-        for index in range(sequence.num_published, end // size):
-            if held.block(index) != HOLE and (index + 1) * size > sequence.num_computed:
+        for index in held.numbers(end // size):
+            if index >= sequence.num_published and (index + 1) * size > sequence.num_computed:
                 moves[(index + 1) * size] = held.block(index)
         sequence.states = dict(sorted(moves.items()))
         return StateMoves(source, ints(list(sequence.states)), ints(list(sequence.states.values())))
@@ -494,10 +501,23 @@ class HierarchyBlockManagerPool:
         those that no later token needs."""
         self._publish(sequence, self._num_publishable(sequence), put=True)
         for pools in self.pools.values():
+            held = sequence.held[pools.type]
             if pools.type is BlockType.SWA:
                 boundary = sequence.num_computed - sequence.num_computed % self.block_size
-                slid = sequence.held[pools.type].take_before(pools.rule.needed(boundary).start)
-                pools.let_go(slid)
+                slid = held.take_before(pools.rule.needed(boundary).start)
+                self._let_go(sequence, pools, slid)
+            elif pools.type is BlockType.LINEAR:  # it goes on from a state of its own
+                states = sequence.states.values()
+                done = [n for n in held.numbers(sequence.num_published) if held.block(n) not in states]
+                self._let_go(sequence, pools, {number: held.block(number) for number in done})
+                for number in done:
+                    held.put(number, HOLE)
+
+    def _let_go(self, sequence: Sequence, pools: TypePools, blocks: Mapping[int, int]) -> None:
+        """Hold device blocks no more, by number; those that lie before no boundary worth keeping are evicted first."""
+        kept = {number for number in blocks if self._is_kept(sequence, pools, number)}
+        pools.device.unpin([block for number, block in blocks.items() if number not in kept], oldest=True)
+        pools.let_go([blocks[number] for number in sorted(kept)])
 
     def _num_publishable(self, sequence: Sequence) -> int:
         complete = sequence.num_computed // self.block_size
@@ -514,8 +534,6 @@ class HierarchyBlockManagerPool:
                     self._publish_block(sequence, pools, index, put)
             if self._filling.get(sequence.hash_of(index)) is sequence:
                 del self._filling[sequence.hash_of(index)]
-        if BlockType.LINEAR in self.pools and end > sequence.num_published:
-            self._let_go_of_checkpoints(sequence, end)
         sequence.num_published = max(sequence.num_published, end)
 
     def _is_written(self, sequence: Sequence, pools: TypePools, index: int) -> bool:
@@ -538,14 +556,6 @@ class HierarchyBlockManagerPool:
                     sequence.states[(index + 1) * self.block_size] = same
         if self._is_kept(sequence, pools, index):
             self._write_back(sequence, pools, index, put)
-
-    def _let_go_of_checkpoints(self, sequence: Sequence, end: int) -> None:
-        """All but the last one behind block `end`: that is where the sequence goes on from, now or in the end."""
-        pools, held = self.pools[BlockType.LINEAR], sequence.held[BlockType.LINEAR]
-        done = [index for index in range(min(end, len(held.blocks))) if held.block(index) != HOLE]
-        pools.let_go([held.block(index) for index in done[:-1]])
-        for index in done[:-1]:
-            held.put(index, HOLE)
 
     def _write_back(self, sequence: Sequence, pools: TypePools, index: int, put: bool) -> None:
         held, block_hash = sequence.held[pools.type], sequence.hash_of(index)
@@ -631,9 +641,9 @@ class HierarchyBlockManagerPool:
         if resume or sequence.in_prefill or not sequence.tag_decoded:
             sequence.boundaries.add(sequence.num_computed // self.block_size)
         if resume:
-            self._publish(sequence, sequence.num_computed // self.block_size, put=not sequence.tag_decoded)
-        else:
-            self._write_back_rest(sequence)
+            self._keep_state(sequence)
+            self._publish(sequence, self._num_resumable(sequence), put=not sequence.tag_decoded)
+        self._write_back_rest(sequence)
         if self.store_reads.concerns(sequence):
             raise RuntimeError("a sequence is deallocated only after its prefetch ended")
         for block_hash in sequence.hashes:
@@ -641,11 +651,28 @@ class HierarchyBlockManagerPool:
                 del self._filling[block_hash]
         self.store_reads.unmount(sequence)
         for kind, pools in self.pools.items():
-            pools.let_go(sequence.held[kind].blocks)
-            pools.host.unpin(sequence.held[kind].targets.values())
+            held = sequence.held[kind]
+            blocks = {n: held.block(n) for n in held.numbers(sys.maxsize) if held.block(n) != HOLE}
+            self._let_go(sequence, pools, blocks)
+            pools.host.unpin(held.targets.values())
         if sequence.live_states:
             self.pools[BlockType.LINEAR].device.unpin(sequence.live_states)
         sequence.forget_blocks()
+
+    def _keep_state(self, sequence: Sequence) -> None:
+        """Where a prompt was interrupted behind a block, the sequence's own state is the checkpoint."""
+        size, position = self.block_size, sequence.num_computed
+        state = sequence.states.get(position, HOLE)
+        if sequence.in_prefill and position % size == 0 and state in sequence.live_states:
+            index = position // size - 1
+            sequence.live_states.remove(state)
+            sequence.held[BlockType.LINEAR].put(index, state)
+            self._publish_block(sequence, self.pools[BlockType.LINEAR], index, put=True)
+
+    def _num_resumable(self, sequence: Sequence) -> int:
+        """Complete blocks that are of use when the sequence goes on: behind a prompt no state is kept."""
+        last = sequence.prompt_length if BlockType.LINEAR in self.pools else sequence.num_computed
+        return min(sequence.num_computed, last) // self.block_size
 
     def _write_back_rest(self, sequence: Sequence) -> None:
         """Queue the blocks whose write-back was skipped when they were completed, or did not reach the store."""
@@ -656,7 +683,7 @@ class HierarchyBlockManagerPool:
             end = min(end, sequence.prompt_length // self.block_size)
         for pools in self.pools.values():
             held = sequence.held[pools.type]
-            for index in range(min(end, len(held.blocks))):
+            for index in held.numbers(end):
                 block = held.block(index)
                 if (
                     block != HOLE

@@ -108,10 +108,11 @@ class BlockPool:
         if not was_pinned:
             self._pin_changed(block, +1)
 
-    def unpin(self, blocks: Iterable[int]) -> None:
+    def unpin(self, blocks: Iterable[int], *, oldest: bool = False) -> None:
         """One holder less of each; the last holder of a FILLING block frees it, of a READY one leaves it evictable.
 
-        All blocks of one call count as used at the same moment. Raises InvariantError for a block nobody holds.
+        All blocks of one call count as used at the same moment, with `oldest` before all others. Raises InvariantError
+        for a block nobody holds.
         """
         self._clock += 1
         for block in blocks:
@@ -123,7 +124,7 @@ class BlockPool:
             if self._state[block] is BlockState.FILLING:
                 self._to_free(block)
                 continue
-            self._last_used[block] = self._clock
+            self._last_used[block] = 0 if oldest else self._clock
             if not self._is_pinned(block):
                 self._pin_changed(block, -1)
 

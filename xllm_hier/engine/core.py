@@ -98,14 +98,17 @@ class EngineCore:
             policy=RestorePolicy(self.block_size, measured=config.restore_policy == "measured"),
             drafting=_drafting(config.num_speculative_tokens, first.details.get("draft")),
         )
+        self._exact = bool(first.details.get("batch_invariant")) and config.decode_kv_reuse != "as_is"
+        auditor = Auditor(
+            self.manager, config.audit_rate, exact=self._exact, experts=bool(first.details.get("experts"))
+        )
         self.scheduler = Scheduler(
             self.manager,
             max_tokens=config.max_tokens_per_batch,
             max_seqs=config.max_seqs_per_batch,
             chunk_tokens=config.chunk_tokens,
-            auditor=Auditor(self.manager, config.audit_rate, experts=bool(first.details.get("experts"))),
+            auditor=auditor,
         )
-        self._exact = bool(first.details.get("batch_invariant")) and config.decode_kv_reuse != "as_is"
         self.max_model_len = min(first.max_model_len, self.manager.most_tokens)
         self.vocab_size = first.vocab_size
         self._block_bytes = first.block_bytes

@@ -253,8 +253,8 @@ class Scheduler:
         end = sequence.prompt_length if prompt else len(sequence.tokens)
         count = min(end - start, budget, self.chunk_tokens)
         if prompt and start + count < end:
-            count -= (start + count) % self.manager.scan_tokens
-        return max(0, count)
+            count -= self.manager.beyond_grid(start, start + count)
+        return count
 
     def _schedule_waiting(self, step: Step, budget: int) -> None:
         for sequence in list(self.waiting):

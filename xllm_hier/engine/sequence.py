@@ -10,7 +10,7 @@ from enum import Enum
 from ..block import BlockType
 from ..hashing import block_hash, decode_tag, prompt_hashes, root_hash
 from ..plans import AddRequest, Ints, PromptUsage
-from .type_blocks import Held
+from .type_blocks import Held, HeldCheckpoints
 
 
 class SequenceState(Enum):
@@ -72,7 +72,7 @@ class Sequence:
     arrived_at: float = field(default_factory=_now)
 
     def __post_init__(self) -> None:
-        self.held = {block_type: Held() for block_type in self.types}
+        self.held = {kind: HeldCheckpoints() if kind is BlockType.LINEAR else Held() for kind in self.types}
         self.tokens = self.request.token_ids.tolist()
         self.prompt_length = len(self.tokens)
         self.root = root_hash(self.request.cache_salt)

@@ -74,7 +74,7 @@ class _Prefetch:
     result: PrefetchResult
     probe: _Probe | None = None
     targets: list[int] = field(default_factory=list)
-    missed: set[bytes] = field(default_factory=set)
+    missed: set[tuple[BlockType, bytes]] = field(default_factory=set)
     started: float = field(default_factory=_now)
     last_progress: float = field(default_factory=_now)
     given_up: bool = False  # by the policy: computing the rest takes less time
@@ -150,7 +150,7 @@ class StoreReads:
 
     # ---------------------------------------------------------------------------------------------- begin
 
-    def begin(self, sequence: Sequence, known_missing: Collection[bytes] = ()) -> bool:
+    def begin(self, sequence: Sequence, known_missing: Collection[tuple[BlockType, bytes]] = ()) -> bool:
         """Begin to read what device and host lack of the prompt; False when there is nothing to wait for.
 
         When another request reads a missing block already, this one waits for that read and then looks again, knowing
@@ -162,7 +162,7 @@ class StoreReads:
             block_hash = sequence.hash_of(index)
             if self._is_here((first, index), sequence):
                 continue
-            if block_hash in known_missing:
+            if (first, block_hash) in known_missing:
                 break
             running = self._fetching.get((first, block_hash))
             if running is not None:
@@ -173,7 +173,7 @@ class StoreReads:
         columns = [(first, index) for index in holes] if self._prefix_only else self._unseen(sequence, known_missing)
         if not columns:
             return False
-        if not self._policy.reading_pays(len(holes) or 1):
+        if self._prefix_only and not self._policy.reading_pays(len(holes)):
             self._policy.count("store", "recomputed")
             return False
         operation = self._start(sequence, columns if self._prefix_only else [])
@@ -187,7 +187,7 @@ class StoreReads:
         pools, block_hash = self._pools[column[0]], sequence.hash_of(column[1])
         return pools.device.find(block_hash) is not None or pools.host.find(block_hash) is not None
 
-    def _unseen(self, sequence: Sequence, known_missing: Collection[bytes]) -> list[Column]:
+    def _unseen(self, sequence: Sequence, known_missing: Collection[tuple[BlockType, bytes]]) -> list[Column]:
         """Blocks of all types that could move the boundary and are neither on the device nor on the host."""
         here, end = self._restorable(sequence), self._candidates(sequence)
         columns: list[Column] = []
@@ -197,8 +197,8 @@ class StoreReads:
             start = pools.rule.needed((here + 1) * pools.rule.block_size).start
             indices = range(start, end)
             columns += [(kind, index) for index in indices if not self._is_here((kind, index), sequence)]
-        # What another request has asked for in vain, or did not need, is worth a question only beside something new.
-        return columns if any(sequence.hash_of(index) not in known_missing for _, index in columns) else []
+        # What another request has asked for in vain is worth a question only beside something new.
+        return columns if any((kind, sequence.hash_of(index)) not in known_missing for kind, index in columns) else []
 
     def _start(self, sequence: Sequence, columns: list[Column]) -> _Prefetch:
         operation = _Prefetch(self._new_id(), sequence, columns, self._new_result(len(columns)))
@@ -249,13 +249,26 @@ class StoreReads:
             return (kind, index) in found or self._is_here((kind, index), sequence)
 
         boundary = common_boundary(rules, has, self._candidates(sequence) * size) // size
-        if boundary <= self._restorable(sequence):
-            boundary = 0
         needed = [(rule.block_type, index) for rule in rules for index in rule.needed(boundary * size)]
         operation.columns = [column for column in needed if not self._is_here(column, sequence)]
-        operation.missed |= {sequence.hash_of(index) for _, index in set(probe.columns) - set(operation.columns)}
+        gain = boundary - self._restorable(sequence)
+        if gain <= 0:
+            operation.columns, boundary = [], 0
+        elif not self._pays(gain, self._weight(operation.columns)):
+            operation.columns, boundary = [], 0
+            self._policy.count("store", "recomputed")
+        operation.missed |= {(kind, sequence.hash_of(index)) for kind, index in set(probe.columns) - found}
         operation.result = self._new_result(len(operation.columns), operation.started)
         self._mount(sequence, boundary)
+
+    def _weight(self, columns: Iterable[Column]) -> float:
+        """Bytes of these blocks, in blocks of the first type."""
+        return sum(self._pools[kind].weight for kind, _ in columns)
+
+    def _pays(self, gain: int, weight: float) -> bool:
+        """Reading blocks of this weight is not slower than computing `gain` blocks."""
+        rate = self._policy.read.value
+        return self._policy.reading_pays(gain, None if rate is None else rate * weight / gain)
 
     def _share_left(self, block_type: BlockType) -> int:
         """Host blocks of one type that reads and mounts may still take; what reads that were given up hold counts as
@@ -402,7 +415,7 @@ class StoreReads:
         for claim in [claim for claim, reader in self._fetching.items() if reader is operation]:
             del self._fetching[claim]
         self.num_timeouts += result.timed_out
-        num_hits = 0
+        num_hits, weight = 0, 0.0
         for column, ((kind, index), target) in enumerate(zip(operation.columns, operation.targets, strict=False)):
             pools, held = self._pools[kind], sequence.held[kind]
             self._num_targets[kind] -= 1
@@ -412,8 +425,9 @@ class StoreReads:
                 held.from_store.add(index)
                 self._num_mounted[kind] += 1
                 num_hits += 1
+                weight += pools.weight
                 continue
-            operation.missed.add(sequence.hash_of(index))
+            operation.missed.add((kind, sequence.hash_of(index)))
             if result.is_abandoned(column):
                 continue  # an orphan's
             if result.is_unknown(column):
@@ -422,14 +436,14 @@ class StoreReads:
                 pools.host.unpin([target])
         if num_hits:
             self._on_found()
-        self._judge(operation, num_hits)
+        self._judge(operation, num_hits, weight)
         self.unmount(sequence, 0 if sequence.aborted else self._restorable(sequence))
 
-    def _judge(self, operation: _Prefetch, num_hits: int) -> None:
+    def _judge(self, operation: _Prefetch, num_hits: int, weight: float) -> None:
         # A few blocks, or none, take as long as a batch of them; what was not waited for took at least until now.
         end = _now() if operation.result.timed_out else operation.last_progress
         seconds = (end - operation.started) / operation.company
-        self._policy.read.add(max(num_hits, self._limits.batch_size), seconds)
+        self._policy.read.add(max(weight, self._limits.batch_size), seconds)
         if num_hits:
             self._policy.count("store", "partly" if operation.given_up else "restored")
         elif operation.given_up:

@@ -15,13 +15,14 @@ _NO_TREE = b"none"  # parent of all blocks whose use does not depend on the bloc
 
 
 class TypePools:
-    """Device and host blocks of one type, by the books; `main` counts tokens for the model's other types too.
+    """Device and host blocks of one type, by the books; one weighs as many bytes as `weight` blocks of the first type.
 
     KV blocks form a tree, of which eviction takes leaves. The others are useful without what lies before them, so each
     is a tree of its own; what is let go of earlier, and of one sequence its head, is evicted first.
     """
 
-    def __init__(self, sizes: TypeSizes, block_size: int) -> None:
+    def __init__(self, sizes: TypeSizes, block_size: int, weight: float = 1.0) -> None:
+        self.weight = weight
         self.type = BlockType(sizes.block_type)
         self.rule = RestoreRule(self.type, block_size, sizes.span)
         self.device = BlockPool(sizes.num_device_blocks)
@@ -80,21 +81,25 @@ class Held:
         """Device block `index`; HOLE where none is held."""
         return self.blocks[index] if index < len(self.blocks) else HOLE
 
+    def numbers(self, end: int) -> Iterable[int]:
+        """The numbers below `end` of which a block may be held."""
+        return range(min(end, len(self.blocks)))
+
     def put(self, index: int, block: int) -> None:
         """Hold `block` as number `index` from now on; numbers between the last one and this are holes."""
         self.blocks.extend([HOLE] * (index + 1 - len(self.blocks)))
         self.blocks[index] = block
         self._table_length = min(self._table_length, index)
 
-    def take_before(self, end: int) -> list[int]:
-        """Leave holes in place of the blocks before number `end`; returns them, in order."""
-        taken = []
+    def take_before(self, end: int) -> dict[int, int]:
+        """Leave holes in place of the blocks before number `end`, down to the last hole; returns them by number."""
+        taken = {}
         index = min(end, len(self.blocks)) - 1
         while index >= 0 and self.blocks[index] != HOLE:
-            taken.append(self.blocks[index])
+            taken[index] = self.blocks[index]
             self.put(index, HOLE)
             index -= 1
-        return taken[::-1]
+        return taken
 
     def cut(self, end: int) -> list[int]:
         """Hold nothing from number `end` on; returns what was held there."""
@@ -109,3 +114,27 @@ class Held:
         self.mounted.clear()
         self.targets.clear()
         self._table_length = 0
+
+
+@dataclass(eq=False)
+class HeldCheckpoints(Held):
+    """As `Held`, for LINEAR blocks, of which a sequence has few: `blocks` are those held, in order, without holes."""
+
+    _by_number: dict[int, int] = field(default_factory=dict)
+
+    def block(self, index: int) -> int:
+        return self._by_number.get(index, HOLE)
+
+    def numbers(self, end: int) -> Iterable[int]:
+        return sorted(number for number in self._by_number if number < end)
+
+    def put(self, index: int, block: int) -> None:
+        """As `Held.put`; a HOLE lets number `index` go."""
+        self._by_number[index] = block
+        if block == HOLE:
+            del self._by_number[index]
+        self.blocks[:] = [self._by_number[number] for number in sorted(self._by_number)]
+
+    def forget(self) -> None:
+        super().forget()
+        self._by_number.clear()

@@ -141,6 +141,11 @@ class PagedAttention:
             self.device
         )
 
+    def zero_before_first(self, block: int) -> None:
+        """Make the places of a sequence's first block that hold nothing a function of nothing, too."""
+        for cache in self._caches:
+            cache.view(len(cache), self.tensors, self.block_size, -1)[block, :, : self.first_position] = 0
+
     # ------------------------------------------------------------------------------------------- one step
 
     def prepare(self, prefill: Sequence[Span], decode: Sequence[Span], num_rows: int) -> None:

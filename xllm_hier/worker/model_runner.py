@@ -108,7 +108,7 @@ class ModelRunner:
                 name = "max_tokens_per_chunk_for_prefill"
             allowed = f"at least {self.scan_tokens}, as recurrent layers take so many tokens at a time"
             raise ConfigError(name, config.chunk_tokens, allowed)
-        self._takes_hidden = head_of is not None and head_of.scan_tokens > 1
+        self._takes_hidden = head_of is not None and head_of.is_recurrent
         self._hidden_blocks = torch.empty(0)
         self.layout = self._layout(config)
         self._window_blocks = any(block.block_type is BlockType.SWA for block in self.layout.blocks)
@@ -119,6 +119,11 @@ class ModelRunner:
     def identity(self) -> ModelIdentity:
         """Which model this is; quick after loading, when its pages are in memory."""
         return model_identity(self._folder, self.dtype)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Some of its layers have a state in place of keys and values."""
+        return self._states is not None
 
     @property
     def scan_tokens(self) -> int:
@@ -136,6 +141,11 @@ class ModelRunner:
         recurrent = self._states.layers if self._states is not None else ()
         nothing = self._attention.no_cache()
         self._attention.bind([nothing if n in recurrent else cache for n, cache in enumerate(layer_caches)])
+
+    def begin_head(self, block: int) -> None:
+        """Of a head: a sequence's first block is written anew; what lies before its first position must not be what
+        somebody else left there."""
+        self._attention.zero_before_first(block)
 
     def save_hidden(self, block: int, hidden: torch.Tensor) -> None:
         """Of a head: keep, with the target's state in this block, its hidden state of the same token [hidden]."""

@@ -95,7 +95,7 @@ class DraftModel:
                 runner = ModelRunner(own, progress=progress, **more)
             except ConfigError as error:
                 raise ConfigError("draft_model", config.draft_model, f"one that can run here ({error})") from error
-            if runner.scan_tokens > 1:
+            if runner.is_recurrent:
                 raise ConfigError("draft_model", config.draft_model, "a model without recurrent layers")
         component = draft_component(
             config.speculative_algorithm, config.draft_model, "" if is_head else runner.identity.text
@@ -185,6 +185,8 @@ class DraftModel:
         decode: list[DecodeSequence] = []
         given: dict[bool, list[torch.Tensor]] = {True: [], False: []}
         for work in works:
+            if self.is_head and work.start == FIRST_POSITION:
+                self.runner.begin_head(int(work.table[0]))
             split = len(work.tokens) - work.num_decoded
             parts = ((True, work.start, work.tokens[:split]), (False, work.start + split, work.tokens[split:]))
             for prompt, start, tokens in parts:

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from ..block import BlockType, CacheLayout
 from ..config import EngineConfig
-from ..errors import XllmError
+from ..errors import ConfigError, XllmError
 from ..models.parallel import TensorParallel
 from ..plans import (
     BlocksCompared,
@@ -82,6 +82,10 @@ class Worker:
         self.draft = DraftModel.load(config, self.runner, progress=rank == 0)
         runners = {MAIN: self.runner} | ({self.draft.component: self.draft.runner} if self.draft else {})
         self._block_bytes = _block_bytes([runner.layout for runner in runners.values()])
+        if config.audit_rate and self.runner.layout.blocks[0].block_type is not BlockType.KV:
+            allowed = "0 for a model of sliding windows alone, of which no prefix is kept (or --cache_layout=flat)"
+            raise ConfigError("audit_rate", config.audit_rate, allowed)
+        self._strides = strides(config, self.runner.layout.blocks)
         sizes = CacheSizes(config, self.runner.layout.blocks)
         num_blocks = sizes.fit(self.platform.cache_budget(config), self._block_bytes)
         self.num_device_blocks = sizes.counts(parallel.agree(num_blocks, device=self.platform.device))
@@ -146,7 +150,7 @@ class Worker:
                     "block_size": first.block_size,
                     "schema_hash": first.schema_hash,
                     "scan_tokens": self.runner.scan_tokens,
-                    "strides": {kind.value: n for kind, n in strides(self.config, self.runner.layout.blocks).items()},
+                    "strides": {kind.value: tokens for kind, tokens in self._strides.items()},
                     "store_state": self.transfer.store_state,
                     "host_bytes": self.transfer.host_bytes,
                     "draft": self._draft_details(),
