@@ -14,24 +14,42 @@ from typing import Any
 import pytest
 from simulated_workers import Simulation
 from simulation.contents import POISON
-from simulation.scripts import DEADLY, FAMILIES, GENTLE, HARSH, Script, draw, failure_of, replay, shrink
+from simulation.scripts import DEADLY, FAMILIES, GENTLE, HARSH, PROBING, Script, draw, failure_of, replay, shrink
 from simulation.world import Settings, World
 
+from xllm_hier.block import BlockType, RestoreRule, common_boundary
+from xllm_hier.engine import block_manager, write_back
 from xllm_hier.engine.block_manager import HierarchyBlockManagerPool
 from xllm_hier.engine.drafts import Drafting
 from xllm_hier.engine.prefetch import PrefetchResult
 from xllm_hier.engine.scheduler import Scheduler
 from xllm_hier.engine.sequence import Sequence
+from xllm_hier.engine.store_reads import _Probe
+from xllm_hier.engine.type_blocks import TypePools
 from xllm_hier.engine.write_back import WriteBack
-from xllm_hier.plans import AddRequest, Forward, RequestOutput, SamplingSpec, TransferBlocks, ints
+from xllm_hier.plans import (
+    HIT,
+    HOLE,
+    AddRequest,
+    BlockMapping,
+    Forward,
+    PrefetchFromStorage,
+    ProbeStorage,
+    RequestOutput,
+    SamplingSpec,
+    StateMoves,
+    TransferBlocks,
+    TransferKvBlocks,
+    ints,
+)
 
-SEEDS = 400  # of each family
+SEEDS, TYPED_SEEDS = 400, 160  # of each family with KV blocks alone, and with blocks of other types
 PROMPT = list(range(1, 18))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_schedules_answer_as_without_any_cache_and_leave_nothing(family: str) -> None:
-    for seed in range(SEEDS):
+    for seed in range(TYPED_SEEDS if "types" in FAMILIES[family] else SEEDS):
         script = draw(family, seed)
         problem = failure_of(script)
         if problem is not None:
@@ -48,6 +66,10 @@ def test_random_schedules_meet_what_they_are_meant_to_meet() -> None:
             met.update(world.ranks.done)
             met.update({f"tokens of {tier}": tokens for tier, tokens in manager.prefix_tokens.items()})
             met.update(str(asked.end and (asked.end.finish_reason, asked.status)) for asked in world.asked.values())
+            for plan in (PrefetchFromStorage, TransferBlocks, TransferKvBlocks):
+                for message in world.sent(plan):
+                    kinds = [message] if plan is PrefetchFromStorage else message.target_mappings
+                    met.update(f"{plan.__name__} {mapping.block_type}" for mapping in kinds)
             met["preemptions"] += world.scheduler.num_preemptions
             met["failed loads"] += manager.num_failed_loads
             met["failed write-backs"] += manager.write_back.num_failed
@@ -58,10 +80,13 @@ def test_random_schedules_meet_what_they_are_meant_to_meet() -> None:
             if world.settings.draft:
                 met["accepted"], met["rejected"] = met["accepted"] + accepted, met["rejected"] + drafted - accepted
     ends = [("length", 200), ("stop", 200), ("abort", 200), ("error", 400), ("error", 500), ("error", 503)]
-    faults = {kind for kind, _ in (*GENTLE, *HARSH)} | set(DEADLY) - {"die", "silent"}
+    faults = {kind for kind, _ in (*GENTLE, *HARSH, *PROBING)} | set(DEADLY) - {"die", "silent"}
     counted = ("tokens of device", "tokens of host", "tokens of store", "preemptions", "failed loads", "ends")
     drafts = ("accepted", "rejected")
-    assert not [what for what in (*map(str, ends), *faults, *counted, "failed write-backs", *drafts) if not met[what]]
+    plans = (PrefetchFromStorage, TransferBlocks, TransferKvBlocks)
+    moved = [f"{plan.__name__} {kind.value}" for plan in plans for kind in BlockType]
+    wanted = (*map(str, ends), *faults, *counted, "failed write-backs", *drafts, *moved)
+    assert not [what for what in wanted if not met[what]]
 
 
 def test_a_schedule_runs_twice_alike() -> None:
@@ -92,7 +117,7 @@ def a_read_that_may_still_write_is_over(_result: PrefetchResult, _column: int) -
 
 def a_failed_load_is_as_good_as_another(
     manager: HierarchyBlockManagerPool, batch_ids: list[int], _: object
-) -> set[int]:
+) -> set[tuple[BlockType, int]]:
     return FINISH_STEP(manager, batch_ids, [])
 
 
@@ -109,9 +134,9 @@ def a_head_finds_the_hidden_state_before_a_restored_prefix_somewhere(
 
 
 def a_draft_model_is_not_told_the_token_behind_a_chunk(
-    scheduler: Scheduler, sequence: Sequence, _next_token: int
-) -> dict[str, int]:
-    return DRAFT_FIELDS(scheduler, sequence, -1)
+    scheduler: Scheduler, sequence: Sequence, end: int, _next_token: int, num_drafts: int = 0
+) -> dict[str, Any]:
+    return FIELDS(scheduler, sequence, end, -1, num_drafts)
 
 
 def what_a_rejected_draft_left_is_taken_for_computed(
@@ -125,9 +150,97 @@ def the_newest_token_needs_no_block(_drafting: Drafting) -> int:
     return 0
 
 
+def a_window_slides_a_block_too_early(manager: HierarchyBlockManagerPool, sequence: Sequence) -> None:
+    PUBLISH_COMPUTED(manager, sequence)
+    pools = manager.pools[BlockType.SWA]
+    boundary = sequence.num_computed - sequence.num_computed % manager.block_size
+    pools.let_go(sequence.held[BlockType.SWA].take_before(pools.rule.needed(boundary).start + 1))
+
+
+def a_window_is_restored_a_block_short(rule: RestoreRule, boundary: int) -> range:
+    needed = NEEDED(rule, boundary)
+    return needed[1:] if rule.block_type is BlockType.SWA and len(needed) > 1 else needed
+
+
+def blocks_that_need_no_others_are_a_tree_too(_pools: TypePools, parent_hash: bytes) -> bytes:
+    return parent_hash
+
+
+def what_one_rank_found_is_there(probe: _Probe) -> set[tuple[BlockType, int]]:
+    said = [b"".join(hits) for hits in probe.answers.values()]
+    return {
+        column
+        for place, column in enumerate(probe.columns)
+        if any(hits[place] == HIT for hits in said if len(hits) == len(probe.columns))
+    }
+
+
+def a_step_leaves_its_state_where_it_found_it(
+    manager: HierarchyBlockManagerPool, sequence: Sequence, end: int, num_drafts: int = 0
+) -> StateMoves | None:
+    moves = MOVE_STATES(manager, sequence, end, num_drafts)
+    if moves is not None and moves.source != HOLE and not num_drafts:
+        sequence.states[end] = moves.blocks[-1] = moves.source
+    return moves
+
+
+def the_state_behind_all_drafts_is_that_behind_the_right_ones(
+    manager: HierarchyBlockManagerPool, sequence: Sequence, end: int, num_drafts: int = 0
+) -> StateMoves | None:
+    moves = MOVE_STATES(manager, sequence, end, num_drafts)
+    for place in range(end, end + num_drafts):
+        sequence.states[place] = sequence.states[end + num_drafts]
+    return moves
+
+
+def a_chunk_ends_where_the_budget_does(scheduler: Scheduler, sequence: Sequence, start: int, budget: int) -> int:
+    end = sequence.prompt_length if start < sequence.prompt_length else len(sequence.tokens)
+    return min(end - start, budget, scheduler.chunk_tokens)
+
+
+def decoded_blocks_are_recomputed_without_the_window_before_them(*_: object) -> bool:
+    return True
+
+
+def only_a_failed_load_of_the_first_type_counts(
+    _manager: HierarchyBlockManagerPool, sequence: Sequence, blocks: set[tuple[BlockType, int]]
+) -> bool:
+    return any(block in sequence.device_blocks for kind, block in blocks if kind is sequence.types[0])
+
+
+def a_sequence_holds_all_its_checkpoints(manager: HierarchyBlockManagerPool, sequence: Sequence) -> None:
+    manager._publish(sequence, manager._num_publishable(sequence), put=True)
+
+
+def the_checkpoint_that_a_sequence_goes_on_from_is_let_go_of(
+    manager: HierarchyBlockManagerPool, sequence: Sequence
+) -> None:
+    PUBLISH_COMPUTED(manager, sequence)
+    pools, held = manager.pools[BlockType.LINEAR], sequence.held[BlockType.LINEAR]
+    for number in held.numbers(sequence.num_published):
+        pools.let_go([held.block(number)])
+        held.put(number, HOLE)
+
+
+def the_last_token_of_a_recurrent_model_is_computed_again(
+    manager: HierarchyBlockManagerPool, sequence: Sequence
+) -> int:
+    return -(-sequence.reuse_limit // manager.block_size) if manager._shares(sequence) else 0
+
+
+def a_draft_has_blocks_of_all_types(mappings: list[BlockMapping], types: tuple[str, ...]) -> list[BlockMapping]:
+    return mappings if types else []
+
+
+def one_type_decides_the_boundary(rules: list[RestoreRule], has: Callable[[BlockType, int], bool], limit: int) -> int:
+    return common_boundary(rules[:1], has, limit)
+
+
 FINISH_STEP, FINISH_COPY = HierarchyBlockManagerPool.finish_step, WriteBack._finish_copy
-DRAFT_FIELDS, APPEND_ALL = Scheduler._draft_fields, Scheduler._append_all
-PLANTED: dict[Callable[..., Any], tuple[str, type, str]] = {
+FIELDS, APPEND_ALL = Scheduler._fields, Scheduler._append_all
+PUBLISH_COMPUTED, NEEDED = HierarchyBlockManagerPool.publish_computed, RestoreRule.needed
+MOVE_STATES = HierarchyBlockManagerPool.move_states
+PLANTED: dict[Callable[..., Any], tuple[str, Any, str]] = {
     a_hit_needs_the_word_of_one_rank_only: ("faults", PrefetchResult, "is_hit"),
     a_read_that_may_still_write_is_over: ("faults", PrefetchResult, "is_unknown"),
     a_failed_load_is_as_good_as_another: ("faults", HierarchyBlockManagerPool, "finish_step"),
@@ -137,9 +250,27 @@ PLANTED: dict[Callable[..., Any], tuple[str, type, str]] = {
         HierarchyBlockManagerPool,
         "_num_hit_tokens",
     ),
-    a_draft_model_is_not_told_the_token_behind_a_chunk: ("draft model", Scheduler, "_draft_fields"),
+    a_draft_model_is_not_told_the_token_behind_a_chunk: ("draft model", Scheduler, "_fields"),
     what_a_rejected_draft_left_is_taken_for_computed: ("draft model", Scheduler, "_append_all"),
     the_newest_token_needs_no_block: ("draft head", Drafting, "ahead"),
+    a_window_slides_a_block_too_early: ("windows", HierarchyBlockManagerPool, "publish_computed"),
+    a_window_is_restored_a_block_short: ("windows only", RestoreRule, "needed"),
+    blocks_that_need_no_others_are_a_tree_too: ("states", TypePools, "parent"),
+    what_one_rank_found_is_there: ("typed and restored", _Probe, "found"),
+    a_step_leaves_its_state_where_it_found_it: ("states", HierarchyBlockManagerPool, "move_states"),
+    the_state_behind_all_drafts_is_that_behind_the_right_ones: ("states", HierarchyBlockManagerPool, "move_states"),
+    a_chunk_ends_where_the_budget_does: ("windows and states", Scheduler, "_chunk"),
+    decoded_blocks_are_recomputed_without_the_window_before_them: ("windows", HierarchyBlockManagerPool, "_hold_again"),
+    only_a_failed_load_of_the_first_type_counts: ("windows and a draft model", HierarchyBlockManagerPool, "holds_any"),
+    a_sequence_holds_all_its_checkpoints: ("states", HierarchyBlockManagerPool, "publish_computed"),
+    the_checkpoint_that_a_sequence_goes_on_from_is_let_go_of: (
+        "states",
+        HierarchyBlockManagerPool,
+        "publish_computed",
+    ),
+    the_last_token_of_a_recurrent_model_is_computed_again: ("states", HierarchyBlockManagerPool, "_num_candidates"),
+    a_draft_has_blocks_of_all_types: ("windows and a draft model", write_back, "draft_part"),
+    one_type_decides_the_boundary: ("windows and states", block_manager, "common_boundary"),
 }
 
 
@@ -277,3 +408,36 @@ def test_an_answer_of_rank_0_is_the_answer_of_the_step() -> None:
     world = World(num_ranks=4)
     assert world.ask(PROMPT, 5).tokens == world.asked["q0"].answer
     assert world.sent(Forward) and all(rank.device[0][0] != POISON for rank in world.ranks.ranks)
+
+
+# ------------------------------------------------------------------------------------------- blocks of several types
+
+
+def test_checkpoints_leave_room_for_the_states_of_all_that_may_run() -> None:
+    """Found by the simulation: sequences held the state before their first answered token until their end, and two
+    of eight had to wait though each had been given a block for its state."""
+    world = World(types="KV LINEAR", num_device=200, num_linear=(10, 0), num_host=0, store=False, max_seqs=8)
+    for number in range(8):
+        world.add(f"r{number}", [number, *range(1, 20)], 30)
+    world.run(until=lambda: all(asked.tokens for asked in world.asked.values()))
+    assert len(world.scheduler.running) == 8 and not world.scheduler.num_preemptions
+    world.run()
+
+
+def test_an_answer_longer_than_the_pool_of_windows_can_be_gone_on_from() -> None:
+    """Found by the simulation: recomputing decoded blocks as a prompt took all their window blocks at once."""
+    world = World(types="SWA", num_device=8, num_host=40, longest=200, window=6, max_tokens=8, tile=4)
+    assert world.settings.swa_need() <= 8
+    asked = world.ask(range(1, 12), 80)
+    usage = world.ask([*asked.prompt, *asked.tokens, 3], 1).usage
+    assert usage is not None and usage.device + usage.host == 88
+
+
+def test_the_time_limit_of_reads_counts_from_the_request_on_behind_a_slow_probe_too() -> None:
+    """Found by the simulation: a store that took five seconds to say what it has was then asked for it."""
+    world = World(types="KV SWA", num_device=20, num_host=40, num_swa=(20, 40), timeout_ms=20)
+    world.ask(PROMPT, 1)
+    world.forget("device", "host")
+    world.ranks.arm("slow read", (0,), 5.0)
+    assert world.ask(PROMPT, 1).status == 200
+    assert world.sent(ProbeStorage) and not world.sent(PrefetchFromStorage)

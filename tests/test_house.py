@@ -25,6 +25,7 @@ FLOORS = [
         "engine.type_blocks",
         "engine.prefetch",
         "engine.sequence",
+        "engine.checkpoints",
         "engine.write_back",
         "engine.restore_policy",
         "engine.audit",

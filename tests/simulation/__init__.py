@@ -2,7 +2,12 @@
 
 contents.py    what a block must hold: each position is a hash over all that it depends on
 timeline.py    the fake clock with its events, and the channels of the engine
+rows.py        the sequences of a step as a rank takes them
+touched.py     which blocks a row reads and writes, and that its window and its state are right
+domains.py     what each tier of a rank holds of one type of blocks, and who is at it
+computing.py   what a rank computes
 ranks.py       ranks that carry out plans as workers do, and fail as they are told to
+oracle.py      what a request can be spared at the most
 world.py       one engine, its ranks, its clients; turn by turn or by script
 invariants.py  what holds after every turn, and at the end
 scripts.py     scripts: replayed, drawn at random, shrunk

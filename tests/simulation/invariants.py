@@ -14,8 +14,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from xllm_hier.block import BlockType
 from xllm_hier.engine.block_pool import BlockPool, BlockState
 from xllm_hier.engine.sequence import Sequence
+from xllm_hier.plans import HOLE
 
 from .contents import is_right
 
@@ -42,43 +44,49 @@ def sequences_of(world: World) -> list[Sequence]:
 # ------------------------------------------------------------------------------------------------------- I1
 
 
-def device_holders(world: World) -> Iterator[int]:
-    write_back = world.manager.write_back
-    for sequence in sequences_of(world):
-        yield from sequence.device_blocks
-    audit = world.scheduler.auditor._audit
-    yield from (*audit.restored, *audit.fresh) if audit is not None else ()
-    yield from (pair.device for pair in write_back._pairs)
+def device_holders(world: World, kind: BlockType) -> Iterator[int]:
+    write_back, audit = world.manager.write_back, world.scheduler.auditor._audit
+    audited = [audit.again] if audit is not None else []
+    for sequence in (*sequences_of(world), *audited):
+        yield from (block for block in sequence.held[kind].blocks if block != HOLE)
+        yield from sequence.live_states if kind is BlockType.LINEAR else ()
+    yield from audit.restored if audit is not None and kind is BlockType.KV else ()
+    pairs = list(write_back._pairs)
     for offload in write_back._offloads.values():
-        if len(offload.copied) < world.settings.num_ranks:
-            yield from (pair.device for pair in offload.pairs)
+        pairs += offload.pairs if len(offload.copied) < world.settings.num_ranks else []
+    yield from (pair.device for pair in pairs if pair.type is kind)
 
 
-def host_holders(world: World) -> Iterator[int]:
+def host_holders(world: World, kind: BlockType) -> Iterator[int]:
     manager = world.manager
     reads, write_back = manager.store_reads, manager.write_back
     for sequence in sequences_of(world):
-        yield from sequence.mounted.values()
-        yield from sequence.host_targets.values()
+        yield from sequence.held[kind].mounted.values()
+        yield from sequence.held[kind].targets.values()
     for operation in reads._prefetches.values():
         abandoned = operation.result.is_abandoned
-        yield from (target for column, target in enumerate(operation.targets) if not abandoned(column))
+        for column, target in enumerate(operation.targets):
+            if operation.columns[column][0] is kind and not abandoned(column):
+                yield target
     for orphan in reads._orphans.values():
-        yield from orphan.targets
-    yield from (target for _, target in reads.quarantine)
+        yield from orphan.targets if orphan.type is kind else ()
+    yield from (target for _, of, target in reads.quarantine if of is kind)
     for loads in (manager._planned_loads, *manager._batches.values()):
-        yield from (load.host for load in loads)
-    yield from (pair.host for pair in write_back._pairs)
-    for offload in write_back._offloads.values():
-        yield from (pair.host for pair in offload.pairs)
+        yield from (load.host for load in loads if load.type is kind)
+    pairs = [*write_back._pairs, *(pair for offload in write_back._offloads.values() for pair in offload.pairs)]
+    yield from (pair.host for pair in pairs if pair.type is kind)
+
+
+def pools_of(world: World) -> Iterator[tuple[str, BlockType, BlockPool]]:
+    for kind, pools in world.manager.pools.items():
+        for tier, pool in pools.tiers.items():
+            yield tier, kind, pool
 
 
 def check_holders(world: World) -> None:
     """Neither a leak nor a hold too few: the references of each block are those of who holds it."""
-    for tier, pool, holders in (
-        ("device", world.manager.device, device_holders(world)),
-        ("host", world.manager.host, host_holders(world)),
-    ):
+    for tier, kind, pool in pools_of(world):
+        holders = device_holders(world, kind) if tier == "device" else host_holders(world, kind)
         counted = Counter(holders)
         if any(count != counted[block] for block, count in enumerate(pool._references)):
             wrong = {
@@ -86,7 +94,10 @@ def check_holders(world: World) -> None:
                 for block, count in enumerate(pool._references)
                 if count != counted[block]
             }
-            raise AssertionError(f"{tier}: {wrong}")
+            raise AssertionError(f"{tier} {kind.value}: {wrong}")
+        if kind is not BlockType.KV:
+            held = sum(count > 0 for count in pool._references)
+            assert pool.num_pinned == held, f"{tier} {kind.value}: a block is pinned that nobody holds"
 
 
 # ------------------------------------------------------------------------------------------------------- I2
@@ -95,7 +106,8 @@ def check_holders(world: World) -> None:
 def check_contents(world: World) -> None:
     """Every block that can be found holds, on every rank, what its hash says, but for loads not waited for."""
     manager = world.manager
-    loading = {load.device for loads in (manager._planned_loads, *manager._batches.values()) for load in loads}
+    batches = (manager._planned_loads, *manager._batches.values())
+    loading = {(load.type, load.device) for loads in batches for load in loads}
     for rank in world.ranks.ranks:
         for domain in rank.domains.values():
             check_device(world, rank.number, domain, loading)
@@ -103,19 +115,21 @@ def check_contents(world: World) -> None:
             check_host(world, rank.number, domain)
 
 
-def check_device(world: World, rank: int, domain: Domain, loading: set[int]) -> None:
-    for name, block in world.manager.device._index.items():
-        if block not in loading and not is_right(domain.device[block], world.contents.of(name, rank, domain.role)):
-            raise AssertionError(f"rank {rank} has something else in {domain.role} device block {block}")
+def check_device(world: World, rank: int, domain: Domain, loading: set[tuple[BlockType, int]]) -> None:
+    kind = domain.part.type
+    for name, block in world.manager.pools[kind].device._index.items():
+        expected = world.contents.of(name, rank, domain.part)
+        if (kind, block) not in loading and not is_right(domain.device[block], expected):
+            raise AssertionError(f"rank {rank} has something else in {domain.part} device block {block}")
 
 
 def check_host(world: World, rank: int, domain: Domain) -> None:
-    for name, block in world.manager.host._index.items():
+    for name, block in world.manager.pools[domain.part.type].host._index.items():
         held = domain.host[block]
-        expected = world.contents.of(name, rank, domain.role)
+        expected = world.contents.of(name, rank, domain.part)
         good = held is not None and held.name == name and is_right(held.values, expected)
         if not good and block not in domain.spoilt:
-            raise AssertionError(f"rank {rank} has something else in {domain.role} host block {block}: {held}")
+            raise AssertionError(f"rank {rank} has something else in {domain.part} host block {block}: {held}")
 
 
 # ------------------------------------------------------------------------------------------------------- I5
@@ -127,10 +141,10 @@ def check_io(world: World) -> None:
         if rank.deaf:
             continue
         for domain in rank.domains.values():
-            tiers = (world.manager.device, domain.device_claims), (world.manager.host, domain.host_claims)
-            for pool, claims in tiers:
+            pools = world.manager.pools[domain.part.type]
+            for pool, claims in ((pools.device, domain.device_claims), (pools.host, domain.host_claims)):
                 for block in claims.busy():
-                    assert pool._references[block] > 0, f"something is at {claims._tier} {block}, which nobody holds"
+                    assert pool._references[block] > 0, f"something is at {claims.tier} {block}, which nobody holds"
 
 
 # ------------------------------------------------------------------------------------------- sequences: I3, I7
@@ -144,21 +158,42 @@ def check_sequences(world: World) -> None:
     open_ones = {id(sequence) for sequence in scheduler.sequences.values()}
     assert open_ones == {id(s) for s in everybody} - {id(s) for s in scheduler.canonical}
     for sequence in (*scheduler.prefetching, *scheduler.waiting):
-        assert not sequence.device_blocks and not sequence.host_targets, "a request that waits holds device blocks"
+        kept = [*sequence.live_states, *(x for held in sequence.held.values() for x in (*held.blocks, *held.targets))]
+        assert not kept, "a request that waits holds device blocks"
     size = world.settings.block_size
     for sequence in scheduler.running:
         covered = len(sequence.device_blocks) * size
         assert sequence.num_computed <= min(covered, len(sequence.tokens)), "computed is more than there is"
-        assert len(set(sequence.device_blocks)) == len(sequence.device_blocks), "one block stands in a table twice"
+        for kind, held in sequence.held.items():
+            blocks = [block for block in held.blocks if block != HOLE]
+            blocks += sequence.live_states if kind is BlockType.LINEAR else []
+            assert len(set(blocks)) == len(blocks), f"one {kind.value} block is held twice by one sequence"
+        check_window(world, sequence, world.settings.swa_need())
+        if BlockType.LINEAR in sequence.held:
+            states = sequence.held[BlockType.LINEAR]
+            done = {states.block(number) for number in states.numbers(sequence.num_published)}
+            left = done - {HOLE} - set(sequence.states.values())
+            assert not left, f"checkpoints {left} are held, and the last step wrote others"
+    audit = scheduler.auditor._audit
+    for sequence in (*scheduler.canonical, *([audit.again] if audit is not None else ())):
+        check_window(world, sequence, world.settings.swa_need(world.settings.tile))
     for sequence in world.preempted:
         assert sequence in scheduler.waiting, "what was preempted comes back in the same step"
     world.preempted.clear()
     assert min(manager.prefix_tokens.values()) >= 0
 
 
+def check_window(world: World, sequence: Sequence, most: int) -> None:
+    """Of its sliding window a sequence holds no more than a step needs, however long it is."""
+    if BlockType.SWA in sequence.held:
+        count = sum(block != HOLE for block in sequence.held[BlockType.SWA].blocks)
+        assert count <= most, f"{count} blocks are held for a window of {world.settings.window} tokens"
+
+
 def check_prefixes(world: World) -> None:
-    """Eviction leaves prefixes: a block is not evicted while one behind it stays."""
-    for tier, pool in (("device", world.manager.device), ("host", world.manager.host)):
+    """Eviction leaves prefixes of KV blocks: one is not evicted while one behind it stays."""
+    pools = world.manager.pools.get(BlockType.KV)
+    for tier, pool in pools.tiers.items() if pools is not None else ():
         before, now = world.found[tier], set(pool._index)
         evicted = before - now - world.withdrawn
         for name in (before & now) - world.published if evicted else ():
@@ -198,8 +233,11 @@ def check_at_the_end(world: World) -> None:
         return
     manager = world.manager
     reads, write_back = manager.store_reads, manager.write_back
-    orphans = sum(len(orphan.targets) for orphan in reads._orphans.values())
-    assert manager.device.num_pinned == 0 and manager.host.num_pinned == orphans
+    orphans = Counter(dict.fromkeys(manager.pools, 0))
+    for orphan in reads._orphans.values():
+        orphans[orphan.type] += len(orphan.targets)
+    for tier, kind, pool in pools_of(world):
+        assert pool.num_pinned == (orphans[kind] if tier == "host" else 0), f"{tier} {kind.value} blocks stay pinned"
     tables: dict[str, Any] = {
         "reads": reads._prefetches,
         "reads by request": reads._prefetch_of,
@@ -217,11 +255,13 @@ def check_at_the_end(world: World) -> None:
     }
     left = {name: table for name, table in tables.items() if table}
     assert not left, left
-    assert reads._num_targets == reads._num_mounted == 0, "counts of targets and mounts do not return to 0"
+    assert not any((*reads._num_targets.values(), *reads._num_mounted.values())), (
+        "counts of targets and mounts do not return to 0"
+    )
     paid = sum(len(asked.prompt) for asked in world.asked.values() if asked.usage is not None)
     assert sum(manager.prefix_tokens.values()) == paid, "the tiers' counters are not the sum of all prompts"
-    for pool, pinned in ((manager.device, 0), (manager.host, orphans)):
-        _check_all_can_be_had(pool, pinned)
+    for tier, kind, pool in pools_of(world):
+        _check_all_can_be_had(pool, orphans[kind] if tier == "host" else 0)
 
 
 def _check_all_can_be_had(pool: BlockPool, pinned: int) -> None:

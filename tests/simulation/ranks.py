@@ -15,8 +15,9 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+from xllm_hier.block import BlockType
 from xllm_hier.plans import (
     EQUAL,
     HIT,
@@ -30,20 +31,38 @@ from xllm_hier.plans import (
     OffloadStored,
     PrefetchAnswer,
     PrefetchFromStorage,
+    ProbeAnswer,
+    ProbeStorage,
     TokenLogprob,
     TransferAck,
     TransferBlocks,
     TransferKvBlocks,
+    TypeSizes,
     WorkerCall,
     WorkerReady,
     WorkerResult,
     ints,
 )
 
-from .contents import DRAFT, HEAD, POISON, TARGET, VOCABULARY, Contents, Values, is_right, next_token
+from .computing import Computation
+from .contents import (
+    POISON,
+    TARGET,
+    VOCABULARY,
+    Contents,
+    Part,
+    Values,
+    is_right,
+)
 from .domains import Claims, Domain, Object, is_named
-from .rows import Drawn, Row, drawn_from, hashes_of, rows_of
+from .rows import Drawn, Origin, Row, drawn_from, hashes_of, rows_of
 from .timeline import Line, Timeline
+from .touched import (
+    Block,
+    Touch,
+    depends_on,
+    touched,
+)
 
 BLOCK_BYTES = 64
 MEAN_S = {"load": 0.01, "copy": 0.01, "put": 0.03, "read": 0.03, "forward": 0.02, "travel": 0.001}
@@ -55,13 +74,40 @@ class Load:
 
     batch_id: int
     failed: bool
-    blocks: set[int]
+    blocks: set[Block]
     short: bool = False  # it was acknowledged with a block too few, which it does not bring
     done: bool = False
 
     @property
     def spoilt(self) -> bool:
         return self.failed or self.short
+
+
+class Move(NamedTuple):
+    """One block of a plan that moves blocks between device and host."""
+
+    type: BlockType
+    device: int
+    host: int
+    name: bytes
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the ranks tell of their model's blocks: sizes by type, and on what grid prompts are computed."""
+
+    sizes: tuple[TypeSizes, ...]
+    strides: dict[str, int]
+    scan_tokens: int
+    max_model_len: int
+
+    @property
+    def window(self) -> int:
+        """Tokens that a sliding window has; 0 where there is none."""
+        return next((sizes.span for sizes in self.sizes if sizes.block_type == BlockType.SWA), 0)
+
+    def of(self, part: Part) -> TypeSizes:
+        return next(sizes for sizes in self.sizes if sizes.block_type == part.type)
 
 
 @dataclass(eq=False)
@@ -81,20 +127,19 @@ class Ranks:
         contents: Contents,
         *,
         num_ranks: int,
-        num_device: int,
-        num_host: int,
+        model: Model,
         store: bool,
         pace: float,
         seed: int,
-        salt_of: Callable[[Row], str],
-        is_published: Callable[[int], bool],
+        origin_of: Callable[[Row], Origin],
+        is_published: Callable[[BlockType, int], bool],
     ) -> None:
         self.timeline = timeline
         self.contents = contents
-        self.num_host = num_host
+        self.model = model
         self.store = store
         self.pace = pace
-        self.salt_of = salt_of
+        self.origin_of = origin_of
         self.is_published = is_published
         self.dice = random.Random(seed)
         self.store_up = True
@@ -105,14 +150,15 @@ class Ranks:
         self.num_lost_reads = 0
         self.done: Counter[str] = Counter()
         self._faults: defaultdict[tuple[str, int], deque[float]] = defaultdict(deque)
+        self._said: dict[int, list[set[tuple[str, bytes]]]] = {}  # by probe: what each rank said the store has
         self._arrived: dict[int, list[Callable[[bool], None]]] = {}
         self._last_forward: tuple[Forward, list[Row]] | None = None
         self._last_drawn: tuple[Forward, list[Drawn]] | None = None
-        self.ranks = [Rank(self, number, num_device, num_host) for number in range(num_ranks)]
+        self.ranks = [Rank(self, number) for number in range(num_ranks)]
 
-    def keeper(self, rank: int, role: str) -> Domain:
+    def keeper(self, rank: int, part: Part) -> Domain:
         """Whose host and store contents `rank` uses."""
-        return self.ranks[0 if role in self.contents.shared else rank].domains[role]
+        return self.ranks[0 if part in self.contents.shared else rank].domains[part]
 
     @property
     def _domains(self) -> Iterator[Domain]:
@@ -156,12 +202,12 @@ class Ranks:
             domain.store.clear()
         return removed
 
-    def victims(self) -> set[str]:
-        """Whose blocks a fault hits: those of one domain, or of all."""
-        roles = self.contents.roles
-        if len(roles) == 1:
-            return set(roles)
-        return set(self.dice.choice([*((role,) for role in roles), roles]))
+    def victims(self) -> set[Part]:
+        """Whose blocks a fault hits: those of one part, or of all."""
+        parts = self.contents.parts
+        if len(parts) == 1:
+            return set(parts)
+        return set(self.dice.choice([*((part,) for part in parts), parts]))
 
     def seconds(self, kind: str) -> float:
         mean = MEAN_S[kind] * (1.0 if kind in ("forward", "travel") else self.pace)
@@ -198,6 +244,18 @@ class Ranks:
             if not alone or failed[rank.number]:
                 rank.compute(failed[rank.number])
 
+    def said(self, prefetch_id: int, found: set[tuple[str, bytes]]) -> None:
+        self._said.setdefault(prefetch_id, []).append(found)
+
+    def check_read(self, plan: PrefetchFromStorage) -> None:
+        """With several types, only what every rank said is there is read."""
+        if len(self.model.sizes) == 1 and not self.model.window:
+            return
+        for name in hashes_of(plan.hashes):
+            words = self._said[plan.prefetch_id]
+            agreed = len(words) == len(self.ranks) and all((plan.block_type, name) in found for found in words)
+            assert agreed, f"a {plan.block_type} block is read that some rank does not have"
+
     @property
     def busy(self) -> bool:
         """Some rank still does something."""
@@ -207,17 +265,27 @@ class Ranks:
 class Rank:
     """One worker."""
 
-    def __init__(self, all_ranks: Ranks, number: int, num_device: int, num_host: int) -> None:
+    def __init__(self, all_ranks: Ranks, number: int) -> None:
         self.all = all_ranks
         self.number = number
         contents = all_ranks.contents
-        self.domains = {
-            role: Domain(number, role, contents.block_size, num_device, num_host) for role in contents.roles
-        }
+        self.domains: dict[Part, Domain] = {}
+        for part in contents.parts:
+            sizes = all_ranks.model.of(part)
+            counts = sizes.num_device_blocks, sizes.num_host_blocks
+            self.domains[part] = Domain(number, part, contents.size(part), *counts)
         # Those whose host and store contents are this rank's to write; others use them too where all hold the same.
-        self.kept = [domain for role, domain in self.domains.items() if not number or role not in contents.shared]
-        target = self.domains[TARGET]
+        self.kept = [domain for part, domain in self.domains.items() if not number or part not in contents.shared]
+        target = self.domains[contents.parts[0]]  # of the model's first type; with the values of all its positions
         self.device, self.device_claims, self.host_claims = target.device, target.device_claims, target.host_claims
+        self._model = Computation(
+            number,
+            contents,
+            self.domains,
+            window=all_ranks.model.window,
+            scan_tokens=all_ranks.model.scan_tokens,
+            origin_of=all_ranks.origin_of,
+        )
         self.plans = Line(self._receive)
         self.answers = Line(lambda _: None)
         self.deaf = False
@@ -231,13 +299,24 @@ class Rank:
         self._num_plans = 0
         self._num_waiting = 0  # events of this rank on the timeline
 
-    def announce(self, max_model_len: int) -> None:
+    def announce(self) -> None:
+        model = self.all.model
         details: dict[str, Any] = {"block_size": self.all.contents.block_size}
+        details |= {"strides": model.strides, "scan_tokens": model.scan_tokens}
         if self.all.contents.draft:
-            details["draft"] = {"component": "draft", "needs_hidden": self.all.contents.draft == HEAD}
+            details["draft"] = {"component": "draft", "needs_hidden": self.all.contents.needs_hidden}
+            details["draft"]["types"] = [kind.value for kind in self.all.contents.draft_types]
         self.answers.inbox.append(
             WorkerReady(
-                self.number, len(self.device), self.all.num_host, max_model_len, VOCABULARY, [], BLOCK_BYTES, details
+                self.number,
+                model.sizes[0].num_device_blocks,
+                model.sizes[0].num_host_blocks,
+                model.max_model_len,
+                VOCABULARY,
+                [],
+                BLOCK_BYTES,
+                details,
+                list(model.sizes),
             )
         )
 
@@ -329,10 +408,13 @@ class Rank:
         if isinstance(message, WorkerCall):
             self._on_call(message)
         elif isinstance(message, PrefetchFromStorage):
-            for domain in self.kept:
+            self.all.check_read(message)
+            for domain in self._kept_of(BlockType(message.block_type)):
                 for host in message.host.tolist():
                     domain.host_claims.write(host, f"read {message.prefetch_id}")
             self._submit("read", lambda: self._read(message))
+        elif isinstance(message, ProbeStorage):
+            self._submit("read", lambda: partial(self._probe, message))
         else:
             self._num_plans += 1
             if isinstance(message, Forward):
@@ -380,49 +462,60 @@ class Rank:
 
     # --------------------------------------------------------------------------------------- H2D and forward
 
-    def _moves(self, plan: TransferBlocks | TransferKvBlocks) -> list[tuple[int, int, bytes]]:
-        """(device block, host block, hash) of each block, which are the same in each domain."""
-        (mapping,) = plan.target_mappings
-        rows = list(zip(mapping.device.tolist(), mapping.host.tolist(), hashes_of(mapping.hashes), strict=True))
-        assert len(plan.draft_mappings) == len(self.domains) - 1, "not each domain has its mapping"
-        for other in plan.draft_mappings:
+    def _kept_of(self, kind: BlockType) -> list[Domain]:
+        return [domain for domain in self.kept if domain.part.type is kind]
+
+    def _moves(self, plan: TransferBlocks | TransferKvBlocks) -> list[Move]:
+        """The blocks of a plan; those of KV are the same in each domain."""
+        moves = []
+        for mapping in plan.target_mappings:
+            ids = zip(mapping.device.tolist(), mapping.host.tolist(), hashes_of(mapping.hashes), strict=True)
+            moves += [Move(BlockType(mapping.block_type), *one) for one in ids]
+        kinds = [mapping.block_type for mapping in plan.target_mappings]
+        assert len(set(kinds)) == len(kinds), "two mappings of one type"
+        draft_types = self.all.contents.draft_types
+        followed = [mapping for mapping in plan.target_mappings if BlockType(mapping.block_type) in draft_types]
+        assert len(plan.draft_mappings) == len(followed), "the draft's mapping is not the target's"
+        for mapping, other in zip(followed, plan.draft_mappings, strict=True):
             same = other.device.tolist() == mapping.device.tolist() and other.host.tolist() == mapping.host.tolist()
+            same = same and other.block_type == mapping.block_type
             assert same and other.hashes == mapping.hashes, "the draft's blocks are not the target's"
-        return rows
+        return moves
 
     def _load(self, plan: TransferBlocks) -> None:
-        rows = self._moves(plan)
-        pairs = [(domain, self.all.keeper(self.number, role)) for role, domain in self.domains.items()]
-        disproved = any(not is_named(keeper.host[host], name) for _, host, name in rows for _, keeper in pairs)
+        moves = self._moves(plan)
+        rows = [(move, domain) for move in moves for domain in self.domains.values() if domain.part.type is move.type]
+        keepers = {part: self.all.keeper(self.number, part) for part in self.domains}
+        disproved = any(not is_named(keepers[domain.part].host[move.host], move.name) for move, domain in rows)
         fault = self.all.take("load", self.number) is not None
         failed = fault or disproved
         lost = set(self.domains) if disproved else self.all.victims() if fault else set()
         short = self._shortage("ack")
         cut = self.all.victims() if short else set()
-        load = Load(plan.batch_id, failed, {device for device, _, _ in rows}, bool(short))
+        load = Load(plan.batch_id, failed, {(move.type, move.device) for move in moves}, bool(short))
         self._loads.append(load)
         kind = "short ack" if short else "ack"  # it is all that tells of a block too few, and is not lost too
-        self._answer(kind, TransferAck(plan.batch_id, self.number, len(rows) - short), thread="forward")
-        early: dict[tuple[str, int], Values] = {}
-        for device, host, _ in rows:
-            for domain, keeper in pairs:
-                domain.device_claims.write(device, f"load {plan.batch_id}")
-                keeper.host_claims.read(host, f"load {plan.batch_id}")
-                domain.device[device] = [POISON] * self.all.contents.block_size
-                if domain.role not in lost and self.all.dice.random() < 0.5:
-                    early[domain.role, device] = keeper.host_values(host)
+        self._answer(kind, TransferAck(plan.batch_id, self.number, len(moves) - short), thread="forward")
+        early: dict[tuple[Part, int], Values] = {}
+        for move, domain in rows:
+            keeper = keepers[domain.part]
+            domain.device_claims.write(move.device, f"load {plan.batch_id}")
+            keeper.host_claims.read(move.host, f"load {plan.batch_id}")
+            domain.device[move.device] = [POISON] * domain.size
+            if domain.part not in lost and self.all.dice.random() < 0.5:
+                early[domain.part, move.device] = keeper.host_values(move.host)
 
         def end() -> None:
-            for number, (device, host, _) in enumerate(rows):
-                for domain, keeper in pairs:
-                    domain.device_claims.end_write(device)
-                    keeper.host_claims.end_read(host)
-                    is_cut = domain.role in cut and number == len(rows) - 1
-                    if domain.role not in lost and not is_cut:
-                        values = early.get((domain.role, device)) or keeper.host_values(host)
-                        domain.device[device] = list(values)
+            for move, domain in rows:
+                keeper = keepers[domain.part]
+                domain.device_claims.end_write(move.device)
+                keeper.host_claims.end_read(move.host)
+                is_cut = domain.part in cut and move is moves[-1]
+                if domain.part not in lost and not is_cut:
+                    values = early.get((domain.part, move.device)) or keeper.host_values(move.host)
+                    domain.device[move.device] = list(values)
             load.done = True
-            self.num_loaded += len(rows)
+            self.num_loaded += len(moves)
             self.load_s += duration
             self._compute_when_loaded()
 
@@ -457,42 +550,26 @@ class Rank:
 
     def _claim(self, plan: Forward, rows: Sequence[Row]) -> list[tuple[Claims, Iterable[int]]]:
         """The blocks this step writes; no other row may read them, nor write them."""
-        ranges = [(row.start, max(row.start, row.write_from), row.start + len(row.tokens)) for row in rows]
-        claims = self.domains[TARGET].device_claims
-        written: list[tuple[Claims, Iterable[int]]] = [(claims, self._claim_blocks(plan, rows, ranges, claims))]
-        if DRAFT in self.domains:
-            claims = self.domains[DRAFT].device_claims
-            written.append((claims, self._claim_blocks(plan, rows, [self._drafted(row) for row in rows], claims)))
-        return written
+        touches = [touched(row, self.all.contents, self.all.model.window) for row in rows]
+        return [
+            (domain.device_claims, self._claim_blocks(plan, [touch[part] for touch in touches], domain))
+            for part, domain in self.domains.items()
+        ]
 
-    def _drafted(self, row: Row) -> tuple[int, int, int]:
-        """Where the draft reads up to, and from and to where it may write: if all drafts of the row are accepted."""
-        if row.draft_from < 0:
-            return 0, 0, 0
-        first = max(row.draft_from, self._first_drafted)
-        known = row.next_token >= 0 if row.sampling is None else max(1, row.num_proposals)
-        end = row.start + len(row.tokens) + known
-        return first, first, min(end, len(row.table) * self.all.contents.block_size)
-
-    @property
-    def _first_drafted(self) -> int:
-        return int(self.all.contents.draft == HEAD)
-
-    def _claim_blocks(
-        self, plan: Forward, rows: Sequence[Row], ranges: Sequence[tuple[int, int, int]], claims: Claims
-    ) -> Iterable[int]:
-        """`ranges`: for each row, where it reads up to, and from and to where it writes."""
-        size = self.all.contents.block_size
+    def _claim_blocks(self, plan: Forward, touches: Sequence[Touch], domain: Domain) -> Iterable[int]:
         writer: dict[int, int] = {}
-        for number, (row, (_, first, end)) in enumerate(zip(rows, ranges, strict=True)):
-            for block in row.table[first // size : -(-end // size)] if first < end else []:
-                assert block not in writer, f"two rows of step {plan.step_id} write device block {block}"
-                assert not self.all.is_published(block), f"step {plan.step_id} writes block {block}, which others find"
+        for number, touch in enumerate(touches):
+            for block in touch.writes:
+                where = f"{domain.part} block {block}"
+                assert block not in writer, f"two rows of step {plan.step_id} write {where}"
+                published = self.all.is_published(domain.part.type, block)
+                assert not published, f"step {plan.step_id} writes {where}, which others find"
                 writer[block] = number
-                claims.write(block, f"step {plan.step_id}")
-        for number, (row, (context, _, _)) in enumerate(zip(rows, ranges, strict=True)):
-            for block in row.table[: -(-context // size)]:
-                assert writer.get(block, number) == number, f"step {plan.step_id} reads block {block} as it writes it"
+                domain.device_claims.write(block, f"step {plan.step_id}")
+        for number, touch in enumerate(touches):
+            for block in touch.reads:
+                alone = writer.get(block, number) == number
+                assert alone, f"step {plan.step_id} reads {domain.part} block {block} as it writes it"
         return writer
 
     def _outcome(
@@ -501,18 +578,18 @@ class Rank:
         failed_blocks = {block for load in loads if load.spoilt for block in load.blocks}
         failed = {load.batch_id for load in loads if load.failed}
         failed |= set(plan.batch_ids) - {load.batch_id for load in loads}
-        spoilt = [fails or not failed_blocks.isdisjoint(row.table) for row in rows]
-        drawn = self.all.drawn(plan) if not fails and (not self.number or DRAFT in self.domains) else []
+        spoilt = [fails or not failed_blocks.isdisjoint(depends_on(row)) for row in rows]
+        drawn = self.all.drawn(plan) if not fails and (not self.number or self._model.draft_domain) else []
         tokens: list[int] = []
         num_tokens: list[int] = []
         prompt_logprobs: list[list[TokenLogprob]] = []
         proposals: list[list[int]] = []
         for number, row in enumerate(rows):
-            values = self._compute(row, spoilt=spoilt[number])
+            values = self._model.compute(row, spoilt=spoilt[number])
             if row.prompt_logprobs is not None:
                 following = [*row.tokens[1:], row.next_token]
                 prompt_logprobs.append([TokenLogprob(token, 0.0, 1, [], []) for token in following if token >= 0])
-            drafts = self._draft(row, values, drawn[number] if drawn else None, spoilt=spoilt[number])
+            drafts = self._model.draft(row, values, drawn[number] if drawn else None, spoilt=spoilt[number])
             if row.sampling is not None and drawn:
                 tokens += drawn[number].tokens
                 num_tokens.append(len(drawn[number].tokens))
@@ -536,210 +613,130 @@ class Rank:
             "simulated" if fails else None,
             view,
             ints(num_tokens),
-            [ints(drafts) for drafts in proposals] if DRAFT in self.domains else [],
+            [ints(drafts) for drafts in proposals] if self._model.draft_domain else [],
         )
 
     def draw(self, plan: Forward) -> list[Drawn]:
         """What comes of the step under way, before it has ended."""
         assert self._forward is not None and self._forward[0] is plan
         spoilt = {block for load in self._forward[1] if load.spoilt for block in load.blocks}
-        size, contents = self.all.contents.block_size, self.all.contents
         found = []
         for row in self.all.rows(plan):
-            place = row.start - 1
-            last = self.device[row.table[place // size]][place % size] if row.start else None
-            if last is None:
-                last = contents.root(self.number, self.all.salt_of(row))
-            found.append(drawn_from(row, self._values(row, last if spoilt.isdisjoint(row.table) else POISON)))
+            last = self._model.last(row) if spoilt.isdisjoint(depends_on(row)) else POISON
+            found.append(drawn_from(row, self._model.values(row, last)))
         return found
-
-    def _values(self, row: Row, last: bytes) -> list[bytes]:
-        values = []
-        for token in row.tokens:
-            last = self.all.contents.value(last, token, row.path)
-            values.append(last)
-        return values
-
-    def _compute(self, row: Row, *, spoilt: bool) -> list[bytes]:
-        """Write the values of a row, and return them. `spoilt`: from something that is no context."""
-        size = self.all.contents.block_size
-        values = self._values(row, POISON if spoilt else self._context(row))
-        for position, value in enumerate(values, row.start):
-            block = self.device[row.table[position // size]]
-            if position >= row.write_from:
-                block[position % size] = value
-            else:
-                assert spoilt or block[position % size] == value, (
-                    f"rank {self.number} computes position {position} again, and it is not what a shared block holds"
-                )
-        return values
-
-    def _draft(self, row: Row, values: list[bytes], drawn: Drawn | None, *, spoilt: bool) -> list[int]:
-        """Let the draft take in the tokens that are known now, and go on with its own, which are returned.
-
-        `drawn` None: the step fails, and what the draft writes is worth nothing.
-        """
-        size, contents = self.all.contents.block_size, self.all.contents
-        if row.draft_from < 0:
-            assert not row.num_proposals, "drafts are wanted from a model that is left alone"
-            return []
-        assert DRAFT in self.domains, "there is no draft model"
-        device = self.domains[DRAFT].device
-        first = max(row.draft_from, self._first_drafted)
-        assert row.draft_from in (row.start, row.start + 1), f"the draft lacks {row.draft_from}, not {row.start}"
-        assert contents.draft != HEAD or first > row.start, f"position {first} needs a row that is not computed"
-        following = drawn.tokens if drawn is not None and drawn.tokens else [row.next_token] * (row.next_token >= 0)
-        known = [*row.given, *following]
-        texts = values[: len(known) - bool(following)]  # what the target holds, or will, of the same positions
-        if following:
-            texts.append(contents.value(texts[-1], known[-1], contents.decode_path))
-        end = row.start + len(known)
-        assert end <= len(row.table) * size, f"position {end - 1} has no block"
-        if not spoilt:
-            self._check_drafted(row, texts, first)
-        drafts = self._guesses(row, drawn, end - 1) if drawn is not None and drawn.tokens else []
-        for draft in drafts[:-1]:  # nothing follows the last one yet
-            texts.append(contents.value(texts[-1], draft, contents.decode_path))
-        for position in range(first, row.start + len(texts)):
-            assert position >= row.write_from, f"the draft writes position {position} of a shared block"
-            right = position < end or contents.draft != HEAD  # a head's own hidden states are not the target's
-            value = contents.draft_value(texts[position - row.start], self.number) if right else POISON
-            device[row.table[position // size]][position % size] = value
-        return drafts
-
-    def _check_drafted(self, row: Row, texts: list[bytes], first: int) -> None:
-        """The draft holds all positions before `first` for the tokens that the target has there."""
-        size, contents, device = self.all.contents.block_size, self.all.contents, self.domains[DRAFT].device
-        for position in range(self._first_drafted, first):
-            block, place = row.table[position // size], position % size
-            text = self.device[block][place] if position < row.start else texts[position - row.start]
-            assert device[block][place] == contents.draft_value(text, self.number), (
-                f"rank {self.number} drafts from position {first} on a wrong context: position {position}, device "
-                f"block {block}"
-            )
-
-    def _guesses(self, row: Row, drawn: Drawn, newest: int) -> list[int]:
-        """Drafts behind the newest token: what will come, now and then something else; all ranks guess alike."""
-        contents = self.all.contents
-        last, token = drawn.last, drawn.tokens[-1]
-        wrong, guesses = last[-1] % 6, []
-        for place in range(min(row.num_proposals, len(row.table) * contents.block_size - newest)):
-            last = contents.value(last, token, contents.decode_path)
-            token = (next_token(last) + (place == wrong)) % VOCABULARY
-            guesses.append(token)
-        return guesses
-
-    def _context(self, row: Row) -> bytes:
-        """The value before the row's first, after a look at all those before it."""
-        size, contents = self.all.contents.block_size, self.all.contents
-        if not row.start:
-            return contents.root(self.number, self.all.salt_of(row))
-        place = row.start - 1
-        last = expected = self.device[row.table[place // size]][place % size]
-        while place >= 0:
-            held = self.device[row.table[place // size]][place % size]
-            assert held == expected and held != POISON, (
-                f"rank {self.number} computes position {row.start} from a wrong context: position {place}, "
-                f"device block {row.table[place // size]}"
-            )
-            before = contents.before(held)
-            assert before is not None, f"position {place} holds what no prompt has"
-            expected, place = before, place - 1
-        assert expected.startswith((b"rank", b"/")), "the context does not begin at a prompt's first token"
-        return last
 
     def _compare_blocks(self, plan: CompareBlocks) -> None:
         """Part of an audit: what was restored is what computing gives, or something is wrong that must not be."""
+        device = self.domains[Part(TARGET, BlockType(plan.block_type))].device
         for first, second in zip(plan.first.tolist(), plan.second.tolist(), strict=True):
-            assert self.device[first] == self.device[second], f"rank {self.number}: block {first} was restored wrong"
+            assert device[first] == device[second], f"rank {self.number}: block {first} was restored wrong"
         verdicts = bytes([EQUAL]) * len(plan.first)
         self._answer("compared", BlocksCompared(plan.compare_id, self.number, verdicts))
 
     # ------------------------------------------------------------------------------------------------ D2H2G
 
     def _offload(self, plan: TransferKvBlocks) -> None:
-        rows = self._moves(plan)
+        moves = self._moves(plan)
         if not self.kept:
-            self._submit("copy", lambda: lambda: self._copied_by_another(plan, len(rows)))
+            self._submit("copy", lambda: lambda: self._copied_by_another(plan, len(moves)))
             return
         who = f"write-back {plan.transfer_id}"
-        for domain in self.kept:
-            for device, host, _ in rows:  # from now on: the copy may begin at any moment
-                domain.device_claims.read(device, who)
-                domain.host_claims.write(host, who)
-                domain.host[host] = None
-                domain.spoilt.discard(host)
-        self._submit("copy", lambda: self._copy(plan, rows))
+        rows = [(move, domain) for move in moves for domain in self._kept_of(move.type)]
+        for move, domain in rows:  # from now on: the copy may begin at any moment
+            domain.device_claims.read(move.device, who)
+            domain.host_claims.write(move.host, who)
+            domain.host[move.host] = None
+            domain.spoilt.discard(move.host)
+        self._submit("copy", lambda: self._copy(plan, moves, rows))
 
     def _copied_by_another(self, plan: TransferKvBlocks, count: int) -> None:
         self._answer("copied", OffloadCopied(plan.transfer_id, self.number, count))
         stored = count if plan.put and self.attached else 0
         self._answer("stored", OffloadStored(plan.transfer_id, self.number, stored))
 
-    def _copy(self, plan: TransferKvBlocks, rows: list[tuple[int, int, bytes]]) -> Callable[[], None]:
+    def _copy(self, plan: TransferKvBlocks, moves: list[Move], rows: list[tuple[Move, Domain]]) -> Callable[[], None]:
         early = {
-            (domain.role, device): tuple(domain.device[device])
-            for device, _, _ in rows
-            for domain in self.kept
+            (domain.part, move.device): tuple(domain.device[move.device])
+            for move, domain in rows
             if self.all.dice.random() < 0.5
         }
         short = self._shortage("offload")
         cut = self.all.victims() if short else set()
 
         def end() -> None:
-            for number, (device, host, name) in enumerate(rows):
-                for domain in self.kept:
-                    domain.device_claims.end_read(device)
-                    domain.host_claims.end_write(host)
-                    if domain.role in cut and number == len(rows) - 1:
-                        continue
-                    values = early.get((domain.role, device)) or tuple(domain.device[device])
-                    assert is_right(values, self.all.contents.of(name, self.number, domain.role)), (
-                        f"rank {self.number} writes back {domain.role} device block {device}, which is not what its "
-                        "hash says"
-                    )
-                    domain.host[host] = Object(values, name)
-            self._answer("copied", OffloadCopied(plan.transfer_id, self.number, len(rows) - short))
+            for move, domain in rows:
+                domain.device_claims.end_read(move.device)
+                domain.host_claims.end_write(move.host)
+                if domain.part in cut and move is moves[-1]:
+                    continue
+                values = early.get((domain.part, move.device)) or tuple(domain.device[move.device])
+                assert is_right(values, self.all.contents.of(move.name, self.number, domain.part)), (
+                    f"rank {self.number} writes back {domain.part} device block {move.device}, which is not what its "
+                    "hash says"
+                )
+                domain.host[move.host] = Object(values, move.name)
+            self._answer("copied", OffloadCopied(plan.transfer_id, self.number, len(moves) - short))
             if short or not plan.put or not self.attached:
                 self._answer("stored", OffloadStored(plan.transfer_id, self.number, 0))
                 return
-            for domain in self.kept:
-                for _, host, _ in rows:
-                    domain.host_claims.read(host, f"put of {plan.transfer_id}")
-            self._submit("put", lambda: self._put(plan, rows))
+            for move, domain in rows:
+                domain.host_claims.read(move.host, f"put of {plan.transfer_id}")
+            self._submit("put", lambda: self._put(plan, moves))
 
         return end
 
-    def _put(self, plan: TransferKvBlocks, rows: list[tuple[int, int, bytes]]) -> Callable[[], None]:
+    def _put(self, plan: TransferKvBlocks, moves: list[Move]) -> Callable[[], None]:
         fails = self.all.take("put", self.number) is not None or not self._works
 
         def end() -> None:
             stored = 0
-            for number, (_, host, name) in enumerate(rows):
-                for place, domain in enumerate(self.kept, number):
-                    domain.host_claims.end_read(host)
-                    held = domain.host[host]
-                    if name not in domain.store and self._works and held and not (fails and place % 2 == 0):
-                        domain.store[name] = held
-                stored += all(name in domain.store for domain in self.kept)
+            for number, move in enumerate(moves):
+                kept = self._kept_of(move.type)
+                for place, domain in enumerate(kept, number):
+                    domain.host_claims.end_read(move.host)
+                    held = domain.host[move.host]
+                    if move.name not in domain.store and self._works and held and not (fails and place % 2 == 0):
+                        domain.store[move.name] = held
+                stored += all(move.name in domain.store for domain in kept)
             self._answer("stored", OffloadStored(plan.transfer_id, self.number, stored if self._works else 0))
 
         return end
 
     # -------------------------------------------------------------------------------------------------- G2H
 
+    def _probe(self, plan: ProbeStorage) -> None:
+        """Say what the store has; an object may be gone by the time it is read."""
+        vanishes, answered = self.all.take("vanish", self.number) is not None, []
+        found: set[tuple[str, bytes]] = set()
+        for kind, raw in zip(plan.block_types, plan.hashes, strict=True):
+            kept = self._kept_of(BlockType(kind))
+            names = hashes_of(raw)
+            assert len(set(names)) == len(names), f"{kind} blocks are asked for twice"
+            hits = [(self._works or not kept) and all(name in domain.store for domain in kept) for name in names]
+            answered.append(bytes(HIT if hit else MISS for hit in hits))
+            found |= {(kind, name) for name, hit in zip(names, hits, strict=True) if hit}
+            there = [(domain, name) for name, hit in zip(names, hits, strict=True) for domain in kept if hit]
+            if vanishes and there:
+                domain, name = self.all.dice.choice(there)
+                del domain.store[name]
+        if self.all.take("length probe", self.number) is not None:
+            answered[-1] = answered[-1][:-1]
+        self.all.said(plan.prefetch_id, found)
+        self._answer("probe", ProbeAnswer(plan.prefetch_id, self.number, answered), thread="read")
+
     def _read(self, plan: PrefetchFromStorage) -> Callable[[], None]:
         rows = list(zip(plan.host.tolist(), hashes_of(plan.hashes), strict=True))
-        if not self.kept:
+        kept = self._kept_of(BlockType(plan.block_type))
+        if not kept:
             return lambda: self._answer_read(plan, [HIT] * len(rows))
-        wanted = [self._works and all(name in domain.store for domain in self.kept) for _, name in rows]
+        wanted = [self._works and all(name in domain.store for domain in kept) for _, name in rows]
         outages = self.all.num_outages
         found = [
-            [domain.store.get(name) if self.all.dice.random() < 0.5 else None for domain in self.kept]
-            for _, name in rows
+            [domain.store.get(name) if self.all.dice.random() < 0.5 else None for domain in kept] for _, name in rows
         ]
         for (host, _), reads in zip(rows, wanted, strict=True):
-            for domain in self.kept if reads else ():
+            for domain in kept if reads else ():
                 domain.host[host] = None
                 domain.spoilt.discard(host)
 
@@ -749,14 +746,14 @@ class Rank:
             fails = self.all.take("read", self.number) is not None
             hits = []
             for (host, name), reads, early in zip(rows, wanted, found, strict=True):
-                held = [one or domain.store.get(name) for one, domain in zip(early, self.kept, strict=True)]
-                parts = list(zip(self.kept, held, strict=True))
+                held = [one or domain.store.get(name) for one, domain in zip(early, kept, strict=True)]
+                parts = list(zip(kept, held, strict=True))
                 if reads and (late is not None or cut_off):
                     hits.append(UNKNOWN)
                     for times, (domain, one) in enumerate(parts, 2):  # each at a time of its own
                         self._later((late or 1.0) * times / 2, partial(self._write_late, host, domain, one))
                     continue
-                for domain in self.kept:
+                for domain in kept:
                     domain.host_claims.end_write(host)
                 good = reads and not fails and all(is_named(one, name) and one.sound for one in held)
                 for domain, one in parts if reads and not fails else ():

@@ -5,9 +5,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from xllm_hier.hashing import HASH_BYTES
-from xllm_hier.plans import DecodeSequence, Forward, PrefillSequence, SamplingSpec
+from xllm_hier.plans import DecodeSequence, Forward, PrefillSequence, SamplingSpec, StateMoves
 
 from .contents import POISON, next_token
+
+
+class Moves(NamedTuple):
+    """Where the state of a row comes from, and {tokens: block} it is saved to."""
+
+    source: int
+    saved: dict[int, int]
 
 
 class Row(NamedTuple):
@@ -24,6 +31,15 @@ class Row(NamedTuple):
     num_drafts: int
     draft_from: int
     num_proposals: int
+    window: list[int]
+    moves: Moves | None
+    is_prompt: bool
+    ends_prompt: bool
+
+    @property
+    def end(self) -> int:
+        """Position behind its last token, drafts included."""
+        return self.start + len(self.tokens)
 
     @property
     def given(self) -> list[int]:
@@ -46,9 +62,30 @@ def rows_of(plan: Forward, decode_path: str) -> list[Row]:
             row.num_drafts if isinstance(row, DecodeSequence) else 0,
             row.draft_from,
             row.num_proposals,
+            row.window_table.tolist(),
+            _moves(row.states),
+            isinstance(row, PrefillSequence),
+            isinstance(row, PrefillSequence) and row.next_generated,
         )
         for row in sequences
     ]
+
+
+def _moves(states: StateMoves | None) -> Moves | None:
+    if states is None:
+        return None
+    positions, blocks = states.positions.tolist(), states.blocks.tolist()
+    assert positions == sorted(set(positions)), f"states are saved at {positions}, which do not ascend"
+    assert len(set(blocks)) == len(blocks), f"two states go to one block: {blocks}"
+    return Moves(states.source, dict(zip(positions, blocks, strict=True)))
+
+
+class Origin(NamedTuple):
+    """Whose a row is: which a worker is not told; in the simulation a block shows it."""
+
+    salt: str
+    tokens: list[int]
+    prompt_length: int
 
 
 class Drawn(NamedTuple):

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from xllm_hier.block import BlockType
+
 from .contents import VOCABULARY, reference, root_value
 from .world import Settings, World
 
@@ -125,6 +127,7 @@ HARSH = [
     *[("late", 0.5), ("late", 12.0), ("length", 0.0), ("ack", 0.0), ("lose read", 0.0), ("lose ack", 0.0)],
     *[("slow read", 3.0), ("slow read", 12.0), ("slow put", 12.0), ("slow copy", 1.0), ("slow load", 2.0)],
 ]
+PROBING = [("lose probe", 0.0), ("delay probe", 0.2), ("double probe", 0.0), ("vanish", 0.0), ("length probe", 0.0)]
 DEADLY = ["die", "silent", "view", "forward", "lose copied", "lose forward"]
 
 # A draft's own blocks are at stake wherever blocks are: scarce, shared, restored, lost, spoilt, audited.
@@ -142,6 +145,37 @@ _DRAFTED: dict[str, Any] = dict(
     outages=(0, 0, 2),
     switches=(0, 0, 2),
     policy=("always", "always", "measured"),
+    long=(0, 1),
+)
+
+# Blocks of several types, each scarce at times; `spare` ones are beyond what one sequence needs in a step, strides and
+# `host` sizes are in blocks.
+_TYPED: dict[str, Any] = dict(
+    num_ranks=(1, 1, 2, 3),
+    replicated=(False, False, True),
+    num_device=(6, 8, 12, 16),
+    block_size=(2, 4, 4),
+    chunk_tokens=(4, 4, 8, 64),
+    window=(2, 3, 5, 6, 7, 9, 13),
+    spare_swa=(0, 0, 2, 6),
+    spare_linear=(0, 0, 2, 8),
+    num_host=(4, 16, 32),
+    host_swa=(2, 8, 24),
+    host_linear=(1, 4, 12),
+    swa_stride=(0, 2, 4),
+    linear_stride=(0, 1, 3),
+    scan=(1, 2, 4),
+    tile=(4, 256),
+    decode_kv_reuse=("canonical", "canonical", "canonical", "off", "as_is"),
+    num_drafts=(0, 0, 1, 3),
+    audit_rate=(0, 0, 1),
+    policy=("always", "always", "always", "measured"),
+    store=(True, True, True, False),
+    prefix_cache=(True,) * 15 + (False,),
+    timeout_ms=(0, 0, 0, 100),
+    faults=(0, 2, 8),
+    outages=(0, 0, 0, 2),
+    switches=(0, 0, 2),
     long=(0, 1),
 )
 
@@ -175,7 +209,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "draft head": dict(draft="head", **_DRAFTED),
     "switched": dict(num_ranks=(1, 2), replicated=(False, True), faults=3, switches=4),
     "deadly": dict(num_ranks=(1, 2, 3), faults=3, deadly=1),
+    "windows": _TYPED | dict(types="KV SWA"),
+    "windows only": _TYPED | dict(types="SWA", num_device=0, longest=(24, 40)),
+    "windows and a draft model": _TYPED | dict(types="KV SWA", draft="model", num_drafts=(1, 2, 4)),
+    "states": _TYPED | dict(types="KV LINEAR"),
+    "states and a draft": _TYPED | dict(types="KV LINEAR", draft=("model", "head"), num_drafts=(1, 2, 4)),
+    "windows and states": _TYPED | dict(types="KV SWA LINEAR"),
+    "typed and restored": _TYPED
+    | dict(types=("KV SWA", "KV LINEAR", "SWA", "KV SWA LINEAR"), restores=1, num_host=(16, 32), host_swa=(8, 24))
+    | dict(host_linear=12, faults=(0, 1, 3), store=True, outages=0, switches=0),
+    "typed and deadly": _TYPED | dict(types=("KV SWA", "KV LINEAR", "SWA"), deadly=1, faults=3),
 }
+
+
+EXTRAS = ("faults", "slow_reads", "outages", "switches", "deadly", "long", "restores")
 
 
 def draw(family: str, seed: int) -> Script:
@@ -194,13 +241,13 @@ def draw(family: str, seed: int) -> Script:
     )
     chosen |= FAMILIES[family]
     chosen = {key: dice.choice(value) if isinstance(value, tuple) else value for key, value in chosen.items()}
-    extra = {key: chosen.pop(key, 0) for key in ("faults", "slow_reads", "outages", "switches", "deadly", "long")}
-    settings = Settings(seed=seed, **chosen)
+    extra = {key: chosen.pop(key, 0) for key in EXTRAS}
+    settings = Settings(seed=seed, **chosen) if "types" not in chosen else _typed(seed, chosen)
     if not settings.prefix_cache or not settings.num_host:
         settings = replace(settings, store=False)
     if settings.num_ranks == 1:
         settings = replace(settings, replicated=False)
-    events = _requests(dice, settings, LONG if extra["long"] else SHORT)
+    events = _requests(dice, settings, LONG if extra["long"] else SHORT, restores=bool(extra["restores"]))
     end = max(event[0] for event in events) + 0.5
     events += _faults(dice, settings, end, GENTLE, dice.choice([0, 0, 3]))
     events += _faults(dice, settings, end, HARSH, dice.randrange(extra["faults"] + 1))
@@ -209,11 +256,30 @@ def draw(family: str, seed: int) -> Script:
     events += _store_events(dice, settings, end, extra["outages"], extra["faults"])
     for _ in range(dice.randrange(extra["switches"] + 1)):
         events.append((_time(dice, end), dice.choice(["attach_store", "detach_store"])))
+    if settings.types != "KV":
+        events += _faults(dice, settings, end, PROBING, dice.randrange(extra["faults"] + 1) // 2)
     events += _calls(dice, end)
     if extra["deadly"]:
         events.append(_deadly(dice, settings, end))
     events.sort(key=lambda event: event[0])
     return Script(settings, events)
+
+
+def _typed(seed: int, chosen: dict[str, Any]) -> Settings:
+    """Settings for blocks of several types; each type has at least what one sequence needs in a step."""
+    spare_swa, spare_linear = chosen.pop("spare_swa"), chosen.pop("spare_linear")
+    host_swa, host_linear = chosen.pop("host_swa"), chosen.pop("host_linear")
+    size, drafts = chosen["block_size"], chosen["num_drafts"]
+    chosen["scan"] = min(chosen["scan"], size)
+    chosen["swa_stride"] *= size
+    chosen["linear_stride"] *= size
+    settings = Settings(seed=seed, **chosen)
+    num_swa = settings.swa_need() + spare_swa
+    if settings.kinds == (BlockType.SWA,):
+        return replace(settings, num_device=num_swa, num_host=host_swa)
+    num_swa = min(num_swa, settings.num_device)
+    settings = replace(settings, num_swa=(num_swa, host_swa), num_linear=(3 + drafts + spare_linear, host_linear))
+    return settings if BlockType.SWA in settings.kinds else replace(settings, window=0)
 
 
 def _ranks(dice: random.Random, settings: Settings) -> tuple[int, ...]:
@@ -270,15 +336,31 @@ def _deadly(dice: random.Random, settings: Settings, end: float) -> Event:
 SHORT, LONG = (1, 1, 2, 3, 5, 9), (3, 6, 9, 12)  # tokens of answers
 
 
-def _requests(dice: random.Random, settings: Settings, lengths: tuple[int, ...]) -> list[Event]:
-    """Rounds of requests; before each but the first the device, or more, forgets what it has."""
-    limit = settings.num_device * settings.block_size
+def _requests(
+    dice: random.Random, settings: Settings, lengths: tuple[int, ...], *, restores: bool = False
+) -> list[Event]:
+    """Rounds of requests; before each but the first the device, or more, forgets what it has.
+
+    `restores`: all but the store forgets it, and what was asked before is asked again.
+    """
+    limit = settings.most_tokens
     trunk = [dice.randrange(VOCABULARY) for _ in range(limit)]
     asked: list[Asking] = []
     events: list[Event] = []
     time, count = 0.0, dice.choice([3, 6, 10, 14])
-    for _ in range(dice.choice([1, 2, 2, 3])):
-        if events:
+    for _ in range(dice.choice([1, 2, 2, 3]) + restores):
+        if events and restores:
+            time = round(time + dice.choice([0.5, 1.0]), 3)
+            events.append((time, "clear", "device", *(["host"] if dice.random() < 0.7 else [])))
+            time = round(time + dice.choice([0.0, 0.3]), 3)
+            again = dice.sample(asked, min(len(asked), 4))
+            for prompt, max_tokens, more in again:
+                name, length = f"r{len(asked)}", dice.choice([len(prompt), len(prompt), dice.randrange(1, 40)])
+                prompt = prompt[:length]
+                asked.append((prompt, max_tokens, more))
+                events.append((time, "add", name, prompt, max_tokens, more))
+                time = round(time + dice.choice([0.0, 0.03]), 3)
+        elif events:
             time = round(time + dice.choice([0.3, 1.0, 1.0]), 3)
             forgetful = dice.choice([["device"], ["device", "host"], ["device", "host"], ["device", "host", "store"]])
             events.append((time, "clear", *forgetful))

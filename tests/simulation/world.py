@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+from xllm_hier.block import BlockType
 from xllm_hier.config import EngineConfig
 from xllm_hier.engine.block_pool import BlockPool, BlockState
 from xllm_hier.engine.core import EngineCore
@@ -27,14 +28,16 @@ from xllm_hier.plans import (
     RequestOutput,
     SamplingSpec,
     StepOutputs,
+    TypeSizes,
     ints,
 )
 
 from . import invariants
-from .contents import DRAFT, POISON, Contents
+from .contents import DRAFT, POISON, Contents, Part
 from .domains import Object
-from .ranks import Ranks
-from .rows import Row
+from .oracle import HitOracle
+from .ranks import BLOCK_BYTES, Model, Ranks
+from .rows import Origin, Row
 from .timeline import Line, Timeline
 
 QUARANTINE_S = 20.0
@@ -46,13 +49,24 @@ MOST_TURNS = 20_000
 class Settings:
     """Sizes and settings of one world; `pace` multiplies what transfers take, `tick_s` passes with each look at the
     clock, `limit_s` is the engine's patience with its workers. `draft`: "model" or "head" when drafts come from one
-    that has caches of its own."""
+    that has caches of its own.
+
+    `types` names the model's BlockTypes; `num_device` and `num_host` are of the first, `num_swa` ... of the others.
+    A stride of 0 is none. `longest`: tokens that a sequence may have, 0 = what the device has KV blocks for."""
 
     num_ranks: int = 1
     replicated: bool = False
     num_device: int = 8
     num_host: int = 16
     block_size: int = 4
+    types: str = "KV"
+    window: int = 6
+    num_swa: tuple[int, int] = (8, 16)  # on device and host
+    num_linear: tuple[int, int] = (8, 16)
+    swa_stride: int = 0
+    linear_stride: int = 0
+    scan: int = 1
+    longest: int = 0
     store: bool = True
     prefix_cache: bool = True
     decode_kv_reuse: str = "canonical"
@@ -72,6 +86,29 @@ class Settings:
     pace: float = 1.0
     tick_s: float = 0.0
     seed: int = 0
+
+    @property
+    def kinds(self) -> tuple[BlockType, ...]:
+        return tuple(BlockType(name) for name in self.types.split())
+
+    @property
+    def most_tokens(self) -> int:
+        """Of one sequence."""
+        return self.longest or self.num_device * self.block_size
+
+    def swa_need(self, chunk_tokens: int = 0) -> int:
+        """SWA blocks of one sequence in one step: its window, a chunk, drafts, and what lies across their edges."""
+        tokens = self.window + (chunk_tokens or min(self.chunk_tokens, self.max_tokens)) + self.num_drafts + 1
+        return -(-tokens // self.block_size) + 2
+
+    def model(self) -> Model:
+        spans = {BlockType.KV: 0, BlockType.SWA: self.window, BlockType.LINEAR: 1}
+        counts = {BlockType.SWA: self.num_swa, BlockType.LINEAR: self.num_linear}
+        counts[self.kinds[0]] = self.num_device, self.num_host
+        sizes = [TypeSizes(kind.value, spans[kind], *counts[kind], BLOCK_BYTES) for kind in self.kinds]
+        strides = {"SWA": self.swa_stride, "LINEAR": self.linear_stride}
+        strides = {kind: stride for kind, stride in strides.items() if stride and BlockType(kind) in self.kinds}
+        return Model(tuple(sizes), strides, self.scan, self.longest or 10**6)
 
     def config(self) -> EngineConfig:
         return EngineConfig(
@@ -130,18 +167,18 @@ class World:
             replicated=one.replicated,
             decode_path="P" if one.decode_kv_reuse == "as_is" else "D",
             draft=one.draft,
+            types=one.kinds,
         )
         self.ranks = Ranks(
             self.timeline,
             self.contents,
             num_ranks=one.num_ranks,
-            num_device=one.num_device,
-            num_host=one.num_host,
+            model=one.model(),
             store=one.store,
             pace=one.pace,
             seed=one.seed,
-            salt_of=self._salt_of,
-            is_published=lambda block: self.manager.device._state[block] is BlockState.READY,
+            origin_of=self._origin_of,
+            is_published=lambda kind, block: self.manager.pools[kind].device._state[block] is BlockState.READY,
         )
         self.asked: dict[str, Asked] = {}
         self.answered_calls: dict[int, CallResult] = {}
@@ -153,17 +190,18 @@ class World:
         with self.installed():
             self.workers = RemoteWorkers(None, "", one.num_ranks, one.limit_s)  # type: ignore[arg-type]
             for rank in self.ranks.ranks:
-                rank.announce(10**6)
+                rank.announce()
             ready = self.workers.wait_ready(1.0)
             self.core = EngineCore(one.config(), self.api, self.workers, ready)  # type: ignore[arg-type]
         self.manager, self.scheduler = self.core.manager, self.core.scheduler
         if not one.draft:
             self.scheduler.propose = self._drafts
-        self.found: dict[str, set[bytes]] = {"device": set(), "host": set()}  # what could be found after the last turn
+        self.found: dict[str, set[bytes]] = {"device": set(), "host": set()}  # KV blocks, after the last turn
         self.withdrawn: set[bytes] = set()  # since then, on purpose
         self.published: set[bytes] = set()  # since then; perhaps once more, after an eviction
-        for pool in (self.manager.device, self.manager.host):
+        for pool in self.manager.pools[BlockType.KV].tiers.values() if BlockType.KV in self.manager.pools else ():
             self._watch_index(pool)
+        self.oracle = HitOracle(self.manager, one.window)
         self.preempted: list[Sequence] = []  # in this turn
         self._watch_preemptions()
         if one.draft:
@@ -238,20 +276,20 @@ class World:
             begun = begin(sequence)
             for rank in self.ranks.ranks if begun else ():
                 for block in sequence.device_blocks[sequence.num_published : sequence.canonical_end // size]:
-                    rank.domains[DRAFT].device[block] = [POISON] * size
+                    rank.domains[Part(DRAFT, BlockType.KV)].device[block] = [POISON] * size
             return begun
 
         self.manager.begin_canonical = watched  # type: ignore[method-assign]
 
-    def _salt_of(self, row: Row) -> str:
-        """A worker is not told the salt; here a block shows whose it is."""
+    def _origin_of(self, row: Row) -> Origin:
         for sequence in (*self.scheduler.running, *self.scheduler.canonical):
-            if sequence.device_blocks == row.table:
-                return sequence.request.cache_salt
+            if sequence.device_blocks == (row.table or row.window):
+                end = sequence.canonical_end or sequence.prompt_length
+                return Origin(sequence.request.cache_salt, sequence.tokens, end)
         audit = self.scheduler.auditor._audit
-        if audit is not None and audit.fresh == row.table:
-            return self.asked[audit.request_id].salt
-        raise AssertionError(f"no sequence has the blocks {row.table}")
+        if audit is not None and audit.again.device_blocks == row.table:
+            return Origin(self.asked[audit.request_id].salt, audit.again.tokens, audit.again.prompt_length)
+        raise AssertionError(f"no sequence has the blocks {row.table or row.window}")
 
     # ----------------------------------------------------------------------------------------------- clients
 
@@ -273,7 +311,7 @@ class World:
             if token in stop:
                 del answer[index + 1 :]
                 break
-        fits = len(prompt) + max_tokens <= self.settings.num_device * self.settings.block_size
+        fits = len(prompt) + max_tokens <= self.settings.most_tokens
         self.asked[name] = Asked(prompt, answer, fits, salt, prompt_logprobs is not None)
         request = AddRequest(
             name,
@@ -405,12 +443,12 @@ class World:
 
     def spoil_host(self, rank: int, number: int) -> None:
         """Change a READY host block, payload and trailer, as a write does that comes long after its time."""
-        roles, pool = self.contents.roles, self.manager.host
-        keeper = self.ranks.keeper(rank, roles[number % len(roles)])
+        part = self.contents.parts[number % len(self.contents.parts)]
+        pool, keeper = self.manager.pools[part.type].host, self.ranks.keeper(rank, part)
         blocks = [block for block in sorted(pool._index.values()) if block not in keeper.host_claims.busy()]
         if blocks:
             block = blocks[number % len(blocks)]
-            keeper.host[block] = Object((b"garbage",) * self.settings.block_size, b"another")
+            keeper.host[block] = Object(keeper.garbage, b"another")
             keeper.spoilt.add(block)
 
     def spoil_store(self, number: int, how: str) -> None:
@@ -423,6 +461,6 @@ class World:
         if how == "lost":
             del store[name]
         elif how == "bytes":
-            store[name] = Object((b"garbage",) * self.settings.block_size, name, sound=False)
+            store[name] = Object((b"garbage",) * len(store[name].values), name, sound=False)
         elif others:
             store[name] = others[number % len(others)]
