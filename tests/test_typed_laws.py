@@ -406,3 +406,89 @@ def test_two_sequences_that_save_one_state_go_on_from_the_first_ones() -> None:
     assert other.held[LINEAR].block(1) == saved == pool.find(hashes()[1]) and pool.num_pinned == used - 1
     moves = manager.move_states(other, 9)
     assert moves is not None and moves.source == saved and moves.blocks.tolist() == other.live_states
+
+
+# ------------------------------------------------------------------------------------- interrupted and resumed
+
+
+def interrupted(world: World, prompt: Sequence[int], tokens: int, generated: int = 0) -> Request:
+    """A sequence that was preempted after so many tokens, of which the last few were generated; played by hand."""
+    manager, sequence = world.manager, request(world, prompt)
+    sequence.tokens += [100 + number for number in range(generated)]
+    for end in [*range(8, len(prompt), 8), *range(len(prompt), tokens + 1)]:
+        if end <= tokens:
+            assert manager.allocate(sequence, end)
+            manager.move_states(sequence, end)
+            sequence.num_computed = end
+            manager.publish_computed(sequence)
+    manager.deallocate(sequence, resume=True)
+    return sequence
+
+
+@pytest.mark.parametrize("types", ["KV SWA", "KV LINEAR", "KV SWA LINEAR"])
+def test_an_interrupted_prompt_goes_on_where_it_was(types: str) -> None:
+    """Its window lies before a boundary that was not worth keeping until then; its state is the sequence's own."""
+    world = world_of(types, swa_stride=400, linear_stride=400)
+    sequence = interrupted(world, PROMPT, 16)
+    manager = world.manager
+    assert manager.match(sequence) == 16
+    for kind, pools in manager.pools.items():
+        needed = [hashes()[number] for number in pools.rule.needed(16)]
+        assert not any(manager.write_back.is_missing(kind, name) for name in needed), "on its way to the host"
+
+
+def test_a_long_answer_goes_on_from_its_last_state_and_only_the_sequence_itself_finds_that() -> None:
+    """A checkpoint each eight tokens, also of generated ones; of those a sequence holds the last one alone."""
+    world = world_of("KV LINEAR", linear_stride=8)
+    sequence = interrupted(world, PROMPT[:9], 30, generated=22)
+    assert world.manager.match(sequence) == 24
+    assert world.manager.match(request(world, sequence.tokens)) == 8, "as a prompt the same tokens have other bits"
+
+
+def test_states_behind_generated_tokens_leave_half_of_the_pool_to_others() -> None:
+    world = world_of("KV LINEAR", linear_stride=4, num_linear=(5, 0), num_host=0, store=False)
+    manager, held = world.manager, [request(world, [first, 2, 3]) for first in (50, 60)]
+    for sequence in held:
+        sequence.tokens += list(range(9))
+        assert manager.allocate(sequence, 3)
+        manager.move_states(sequence, 3)
+        sequence.num_computed = 3
+        manager.publish_computed(sequence)
+    assert manager.allocate(held[0], 8) and held[0].held[LINEAR].blocks
+    assert manager.allocate(held[1], 8) and not held[1].held[LINEAR].blocks
+    assert manager.allocate(request(world, [70, 2]), 2)
+
+
+def test_what_a_step_reserves_behind_generated_tokens_is_dropped_before_they_are_computed_as_a_prompt() -> None:
+    world = world_of("KV LINEAR", linear_stride=4, decode_kv_reuse="canonical")
+    manager, sequence = world.manager, request(world, PROMPT[:9])
+    sequence.tokens += list(range(100, 112))
+    for end in range(9, 21):
+        assert manager.allocate(sequence, end)
+        manager.move_states(sequence, end)
+        sequence.num_computed = end
+        manager.publish_computed(sequence)
+    decoded = set(sequence.held[LINEAR].blocks)
+    assert decoded and manager.begin_canonical(sequence)
+    assert sequence.num_computed == 8 and decoded.isdisjoint(sequence.held[LINEAR].blocks)
+    assert sequence.states == {8: manager.pools[LINEAR].device.find(hashes()[1])}
+
+
+def test_a_prompt_that_floods_the_windows_takes_what_is_useless_first() -> None:
+    """Twelve window blocks, four of which lie before a boundary worth keeping; then a prompt of thirty blocks."""
+    world = world_of("KV SWA", num_device=60, num_swa=(12, 0), num_host=0, store=False, chunk_tokens=8, swa_stride=400)
+    kept = PROMPT[:17]
+    world.ask(kept, 1)
+    world.ask([40 + number % 9 for number in range(121)], 1)
+    assert world.manager.match(request(world, kept)) == 16
+
+
+def test_a_boundary_that_was_of_use_is_kept() -> None:
+    """Every other prompt begins with the same sixteen tokens; those between them use up the few states there are."""
+    world = world_of("KV LINEAR", num_linear=(5, 0), num_host=0, store=False, linear_stride=400, num_device=60)
+    trunk = PROMPT[:16]
+    hits = []
+    for number in range(6):
+        hits.append(paid(world, [*trunk, 40 + number, *range(9)])[0])
+        world.ask([30 + number, *range(20)], 1)
+    assert hits[2:] == [16] * 4

@@ -18,13 +18,14 @@ from collections.abc import Sequence as Types
 from dataclasses import dataclass
 
 from ..block import BlockType, common_boundary
-from ..plans import HOLE, PromptUsage, StateMoves, TransferAck, TransferBlocks, TypeSizes, ints
+from ..plans import HOLE, PromptUsage, StateMoves, TransferAck, TransferBlocks, TypeSizes
 from .block_pool import BlockPool
+from .checkpoints import Checkpoints
 from .drafts import Drafting
 from .restore_policy import RestorePolicy
 from .sequence import Sequence
 from .store_reads import ReadLimits, StoreReads
-from .type_blocks import TypePools
+from .type_blocks import HeldCheckpoints, TypePools
 from .write_back import WorkerLink, WriteBack, block_mappings, draft_part
 
 log = logging.getLogger("xllm.engine")
@@ -93,6 +94,8 @@ class HierarchyBlockManagerPool:
         self._rules = [pools.rule for pools in self.pools.values()]
         self._tables = [pools for pools in self.pools.values() if pools.type is not BlockType.LINEAR]
         self._stride_blocks = {kind: -(-tokens // block_size) for kind, tokens in (strides or {}).items()}
+        linear = self.pools.get(BlockType.LINEAR)
+        self._checkpoints = Checkpoints(linear, self._is_kept) if linear is not None else None
         first = self.pools[self.types[0]]
         self.device, self.host = first.device, first.host
         self.prefix_cache = enable_prefix_cache
@@ -288,7 +291,8 @@ class HierarchyBlockManagerPool:
                 sequence.live_states.extend(blocks[kind][loads[kind] :])
             else:
                 sequence.held[kind].blocks.extend(blocks[kind][loads[kind] :])
-        self._reserve_checkpoints(sequence, num_tokens)
+        if self._checkpoints is not None and self._shares(sequence):
+            self._checkpoints.reserve(sequence, num_tokens)
         self._reserve_host_targets(sequence, num_tokens)
         return True
 
@@ -323,9 +327,8 @@ class HierarchyBlockManagerPool:
     def _join_prefix(
         self, sequence: Sequence, boundary: int, found: list[_Found], targets: dict[BlockType, list[int]]
     ) -> None:
-        matched = self._num_matched(sequence, boundary)
-        if matched > boundary:
-            sequence.boundaries.add(matched)  # where prompts part others will, too
+        # Where prompts part others will, too; and where one could go on, others can.
+        sequence.boundaries |= {boundary, self._num_matched(sequence, boundary)} - {0}
         free = {kind: iter(blocks) for kind, blocks in targets.items()}
         for item in found:
             pools, block_hash = item.pools, sequence.hash_of(item.index)
@@ -339,7 +342,8 @@ class HierarchyBlockManagerPool:
         sequence.num_computed = num_hit_tokens
         sequence.write_from = sequence.draft_from = boundary * self.block_size
         sequence.num_published = boundary
-        self._begin_state(sequence, boundary)
+        if self._checkpoints is not None:
+            self._checkpoints.begin(sequence, boundary)
         sequence.probed = True
         self._account(sequence, found, num_hit_tokens)
         if any(targets.values()):
@@ -458,47 +462,18 @@ class HierarchyBlockManagerPool:
             block in held.blocks for kind, block in blocks if (held := sequence.held.get(kind)) is not None
         )
 
-    # --------------------------------------------------------------------------------------- recurrent state
-
-    def _begin_state(self, sequence: Sequence, boundary: int) -> None:
-        """The next step begins behind block `boundary`, with the state of its checkpoint."""
-        if BlockType.LINEAR in self.pools:
-            held = sequence.held[BlockType.LINEAR]
-            sequence.states = {boundary * self.block_size: held.block(boundary - 1) if boundary else HOLE}
-
-    def _reserve_checkpoints(self, sequence: Sequence, num_tokens: int) -> None:
-        """Blocks for the states worth keeping among the next tokens, as far as there are any: a checkpoint less makes
-        a restore longer, nothing else."""
-        if BlockType.LINEAR not in self.pools or not self._shares(sequence):
-            return
-        pools, held = self.pools[BlockType.LINEAR], sequence.held[BlockType.LINEAR]
-        last = min(num_tokens, sequence.canonical_end or sequence.prompt_length) // self.block_size
-        for index in range(sequence.num_computed // self.block_size, last):
-            if held.block(index) == HOLE and self._is_kept(sequence, pools, index):
-                block = pools.device.allocate(1)
-                if block is None:
-                    return
-                held.put(index, block[0])
-
     def move_states(self, sequence: Sequence, end: int, num_drafts: int = 0) -> StateMoves | None:
         """Where the next step, over the tokens up to `end` and `num_drafts` drafts behind them, takes the sequence's
-        state from and leaves it; None when the model has none."""
-        if BlockType.LINEAR not in self.pools:
-            return None
-        source, size = sequence.states[sequence.num_computed], self.block_size
-        moves = {end + number: sequence.live_states[number] for number in range(num_drafts + 1)}
-        held = sequence.held[BlockType.LINEAR]
-        for index in held.numbers(end // size):
-            if index >= sequence.num_published and (index + 1) * size > sequence.num_computed:
-                moves[(index + 1) * size] = held.block(index)
-        sequence.states = dict(sorted(moves.items()))
-        return StateMoves(source, ints(list(sequence.states)), ints(list(sequence.states.values())))
+        recurrent state from and leaves it; None when the model has none."""
+        return self._checkpoints.move(sequence, end, num_drafts) if self._checkpoints is not None else None
 
     # ----------------------------------------------------------------------------- phase 3: D2H2G write-back
 
     def publish_computed(self, sequence: Sequence) -> None:
         """Offer the blocks completed by the last forward to the device prefix and queue their write-back; let go of
         those that no later token needs."""
+        if self._checkpoints is not None:
+            self._checkpoints.note_written(sequence)
         self._publish(sequence, self._num_publishable(sequence), put=True)
         for pools in self.pools.values():
             held = sequence.held[pools.type]
@@ -506,12 +481,8 @@ class HierarchyBlockManagerPool:
                 boundary = sequence.num_computed - sequence.num_computed % self.block_size
                 slid = held.take_before(pools.rule.needed(boundary).start)
                 self._let_go(sequence, pools, slid)
-            elif pools.type is BlockType.LINEAR:  # it goes on from a state of its own
-                states = sequence.states.values()
-                done = [n for n in held.numbers(sequence.num_published) if held.block(n) not in states]
-                self._let_go(sequence, pools, {number: held.block(number) for number in done})
-                for number in done:
-                    held.put(number, HOLE)
+        if self._checkpoints is not None:
+            self._let_go(sequence, self.pools[BlockType.LINEAR], self._checkpoints.needless(sequence))
 
     def _let_go(self, sequence: Sequence, pools: TypePools, blocks: Mapping[int, int]) -> None:
         """Hold device blocks no more, by number; those that lie before no boundary worth keeping are evicted first."""
@@ -537,11 +508,9 @@ class HierarchyBlockManagerPool:
         sequence.num_published = max(sequence.num_published, end)
 
     def _is_written(self, sequence: Sequence, pools: TypePools, index: int) -> bool:
-        """The sequence holds block `index`, complete; a checkpoint only if the last step was told to write it."""
-        block = sequence.held[pools.type].block(index)
-        if pools.type is BlockType.LINEAR:
-            return block != HOLE and sequence.states.get((index + 1) * self.block_size) == block
-        return block != HOLE
+        """The sequence holds block `index`, complete; a checkpoint only if a step was told to write it."""
+        held = sequence.held[pools.type]
+        return index in held.written if isinstance(held, HeldCheckpoints) else held.block(index) != HOLE
 
     def _publish_block(self, sequence: Sequence, pools: TypePools, index: int, put: bool) -> None:
         held, block_hash = sequence.held[pools.type], sequence.hash_of(index)
@@ -591,7 +560,9 @@ class HierarchyBlockManagerPool:
         sequence.write_from = sequence.draft_from = first * self.block_size
         sequence.canonical_end = end * self.block_size
         sequence.boundaries.add(end)
-        self._begin_state(sequence, first)
+        if self._checkpoints is not None:
+            self._checkpoints.drop_from(sequence, first)
+            self._checkpoints.begin(sequence, first)
         for index in range(first, end):
             self._filling.setdefault(sequence.hash_of(index), sequence)
         return True
@@ -638,10 +609,13 @@ class HierarchyBlockManagerPool:
 
         `resume`: the sequence was preempted, so its complete decoded blocks are offloaded too, to the host only.
         """
+        if resume and self._checkpoints is not None and self._shares(sequence):
+            index = self._checkpoints.keep_live(sequence)
+            if index is not None:
+                self._publish_block(sequence, self.pools[BlockType.LINEAR], index, put=True)
         if resume or sequence.in_prefill or not sequence.tag_decoded:
-            sequence.boundaries.add(sequence.num_computed // self.block_size)
+            sequence.boundaries.add(self._num_resumable(sequence))
         if resume:
-            self._keep_state(sequence)
             self._publish(sequence, self._num_resumable(sequence), put=not sequence.tag_decoded)
         self._write_back_rest(sequence)
         if self.store_reads.concerns(sequence):
@@ -659,20 +633,10 @@ class HierarchyBlockManagerPool:
             self.pools[BlockType.LINEAR].device.unpin(sequence.live_states)
         sequence.forget_blocks()
 
-    def _keep_state(self, sequence: Sequence) -> None:
-        """Where a prompt was interrupted behind a block, the sequence's own state is the checkpoint."""
-        size, position = self.block_size, sequence.num_computed
-        state = sequence.states.get(position, HOLE)
-        if sequence.in_prefill and position % size == 0 and state in sequence.live_states:
-            index = position // size - 1
-            sequence.live_states.remove(state)
-            sequence.held[BlockType.LINEAR].put(index, state)
-            self._publish_block(sequence, self.pools[BlockType.LINEAR], index, put=True)
-
     def _num_resumable(self, sequence: Sequence) -> int:
-        """Complete blocks that are of use when the sequence goes on: behind a prompt no state is kept."""
-        last = sequence.prompt_length if BlockType.LINEAR in self.pools else sequence.num_computed
-        return min(sequence.num_computed, last) // self.block_size
+        """Complete blocks that are of use when the sequence goes on: with recurrent layers it needs a state, too."""
+        complete = sequence.num_computed // self.block_size
+        return complete if self._checkpoints is None else min(complete, self._checkpoints.num_resumable(sequence))
 
     def _write_back_rest(self, sequence: Sequence) -> None:
         """Queue the blocks whose write-back was skipped when they were completed, or did not reach the store."""

@@ -118,8 +118,12 @@ class Held:
 
 @dataclass(eq=False)
 class HeldCheckpoints(Held):
-    """As `Held`, for LINEAR blocks, of which a sequence has few: `blocks` are those held, in order, without holes."""
+    """As `Held`, for LINEAR blocks, of which a sequence has few: `blocks` are those held, in order, without holes.
 
+    `written` are the numbers of those that hold their state; the others are reserved.
+    """
+
+    written: set[int] = field(default_factory=set)
     _by_number: dict[int, int] = field(default_factory=dict)
 
     def block(self, index: int) -> int:
@@ -133,8 +137,10 @@ class HeldCheckpoints(Held):
         self._by_number[index] = block
         if block == HOLE:
             del self._by_number[index]
+            self.written.discard(index)
         self.blocks[:] = [self._by_number[number] for number in sorted(self._by_number)]
 
     def forget(self) -> None:
         super().forget()
+        self.written.clear()
         self._by_number.clear()
