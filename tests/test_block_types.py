@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from serving import Answer, Server, running_store, store_flags
+from serving import Answer, Server, running_store, store_flags, wait_for
 from tiny_models import VOCAB, make
 
 BLOCK = 16
@@ -105,6 +105,22 @@ def test_each_type_has_pools_of_its_own_in_both_tiers(model: Model, tiered: Serv
     for kind in model.setup.types:
         device, host = (sum(blocks[tier][kind].values()) for tier in ("device", "host"))
         assert host == int(3 * device) > 0
+
+
+def test_an_audit_of_windows_alone_is_refused_and_of_others_finds_equal_bits(model: Model) -> None:
+    flags = ["--max_cache_size=8MB", "--host_blocks_factor=2", "--audit_rate=1"]
+    if "KV" not in model.setup.types:
+        with pytest.raises(AssertionError, match=r"audit_rate=1 .*0 for a model of sliding windows alone"):
+            model.serve(*flags).stop()
+        return
+    with model.serve(*flags) as server:
+        for seed in range(2):
+            server.ask(prompt_of(seed, 90), 1)
+        server.wait_quiet()
+        server.clear("device")
+        for seed in range(2):
+            server.ask(prompt_of(seed, 90), 1)
+            wait_for(lambda wanted=seed + 1: server.stats()["audits"]["equal"] == wanted)
 
 
 def test_the_same_tokens_and_bits_off_cold_and_from_each_tier(plain: Server, tiered: Server) -> None:

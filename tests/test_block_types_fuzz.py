@@ -82,11 +82,6 @@ class Objects:
     def remove(self, key: str) -> None:
         self.objects.pop(key, None)
 
-    def remove_matching(self, _regex: str) -> int:
-        count = len(self.objects)
-        self.objects.clear()
-        return count
-
     def close(self) -> bool:
         return True
 
@@ -98,14 +93,19 @@ class Objects:
 
 
 class Mailbox:
-    """A channel within one process; messages travel as bytes, as they do between processes."""
+    """A channel within one process; messages travel as bytes, as they do between processes. What is sent goes to
+    `other`, None: comes back."""
 
-    def __init__(self) -> None:
+    def __init__(self, other: Mailbox | None = None) -> None:
         self._messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._other = other or self
 
     def send(self, message: Any) -> bool:
-        self._messages.put(pack(message))
+        self._other.put(message)
         return True
+
+    def put(self, message: Any) -> None:
+        self._messages.put(pack(message))
 
     def receive(self, timeout_s: float) -> Any | None:
         try:
@@ -179,13 +179,14 @@ class Instance:
     def __init__(self, folder: Path, **settings: Any) -> None:
         common = {"num_threads": 1, "copy_backend": "torch", "restore_policy": "always", "block_size": 16}
         config = EngineConfig(model=str(folder), check_invariants=True, **{**common, **settings})
-        answers, self._to_engine, self._from_engine = Mailbox(), Mailbox(), Mailbox()
+        answers, self._outputs = Mailbox(), Mailbox()
+        self._engine = Mailbox(self._outputs)
         self.worker = Worker(config, TensorParallel(), Mailbox(), answers, folder)  # type: ignore[arg-type]
         self.worker.stop()
         self.worker.run()  # says what it brings, and ends
         ready = [message for message in answers.take_all() if isinstance(message, WorkerReady)]
-        api, workers = _Api(self._to_engine, self._from_engine), OneWorker(self.worker, answers)
-        self.core = EngineCore(config, api, workers, ready)  # type: ignore[arg-type]
+        workers = OneWorker(self.worker, answers)
+        self.core = EngineCore(config, self._engine, workers, ready)  # type: ignore[arg-type]
         self.said: dict[str, Said] = {}
         self._poison_free()
 
@@ -200,34 +201,27 @@ class Instance:
     def add(self, name: str, tokens: Types[int], max_tokens: int, **more: Any) -> None:
         self.said[name] = Said()
         sampling = SamplingSpec(num_logprobs=0)
-        self._to_engine.send(AddRequest(name, ints(tokens), sampling, max_tokens, **more))
+        self._engine.put(AddRequest(name, ints(tokens), sampling, max_tokens, **more))
 
     def abort(self, name: str) -> None:
-        self._to_engine.send(AbortRequest(name))
+        self._engine.put(AbortRequest(name))
 
     def clear(self, *tiers: str) -> None:
-        self._to_engine.send(Call(1, "clear_cache", {"tiers": list(tiers)}))
+        self._engine.put(Call(1, "clear_cache", {"tiers": list(tiers)}))
 
     def turn(self) -> None:
         self.core.turn()
         self._poison_free()
-        for message in self._from_engine.take_all():
+        for message in self._outputs.take_all():
             for output in message.outputs if isinstance(message, StepOutputs) else []:
                 self.said[output.request_id].take(output)
 
     @property
     def _busy(self) -> bool:
-        core = self.core
-        return bool(
-            core.scheduler.sequences
-            or core.scheduler.canonical
-            or core.manager.busy
-            or core.scheduler.auditor.has_work
-            or core.scheduler.auditor.comparing
-            or core._clears
-            or core._questions
-            or any(said.finish is None for said in self.said.values())
-        )
+        core, scheduler = self.core, self.core.scheduler
+        waits = [*scheduler.sequences, *scheduler.canonical, *core._clears, *core._questions]
+        auditing = scheduler.auditor.has_work or scheduler.auditor.comparing
+        return bool(waits or auditing or core.manager.busy or any(said.finish is None for said in self.said.values()))
 
     def run(self) -> None:
         """Turn until all is quiet; then nothing is held, and the books balance."""
@@ -248,23 +242,6 @@ class Instance:
 
     def close(self) -> None:
         assert self.worker.transfer.close()
-
-
-@dataclass(frozen=True)
-class _Api:
-    """The engine's end of the two mailboxes."""
-
-    to_engine: Mailbox
-    from_engine: Mailbox
-
-    def send(self, message: Any) -> bool:
-        return self.from_engine.send(message)
-
-    def receive(self, timeout_s: float) -> Any | None:
-        return self.to_engine.receive(timeout_s)
-
-    def peer_gone(self) -> bool:
-        return False
 
 
 @dataclass(frozen=True)
@@ -395,8 +372,7 @@ def test_random_traffic_gets_the_bits_of_each_request_alone_without_a_cache(
     settings |= {"swa_checkpoint_stride": 64, "linear_checkpoint_stride": 64, **setup.settings}
     if setup.draft:
         draft = make(tmp_path / "draft", setup.family, setup.dtype, seed=1)
-        drafts = {"num_speculative_tokens": 2, "speculative_algorithm": "draft_model", "draft_model": str(draft)}
-        settings |= drafts
+        settings |= {"num_speculative_tokens": 2, "speculative_algorithm": "draft_model", "draft_model": str(draft)}
     traffic = Traffic(dice, store.start(folder, **OFF))
     store.client.lost = setup.lost
     paid, preemptions, written = {"device": 0, "host": 0, "store": 0}, 0, dict[str, bytes]()
@@ -409,9 +385,8 @@ def test_random_traffic_gets_the_bits_of_each_request_alone_without_a_cache(
             play(instance, wanted, dice)
             for request, (prompt, max_tokens) in wanted.items():
                 traffic.check(prompt, max_tokens, instance.said[request])
-        for said in instance.said.values():
-            for tier in paid:
-                paid[tier] += getattr(said.usage, tier, 0)
+        usages = [said.usage for said in instance.said.values()]
+        paid = {tier: count + sum(getattr(usage, tier, 0) for usage in usages) for tier, count in paid.items()}
         preemptions += instance.core.scheduler.num_preemptions
         accepted = sum(instance.core.scheduler.drafts.accepted.values())
         assert accepted or settings.get("speculative_algorithm") != "ngram"

@@ -492,3 +492,10 @@ def test_a_boundary_that_was_of_use_is_kept() -> None:
         hits.append(paid(world, [*trunk, 40 + number, *range(9)])[0])
         world.ask([30 + number, *range(20)], 1)
     assert hits[2:] == [16] * 4
+
+
+def test_a_step_over_a_prompt_ends_behind_a_block_where_it_can() -> None:
+    """Only there a state is worth keeping. A step too short for that ends with a cell of the scan, here of two."""
+    manager = world_of("KV LINEAR", scan=2).manager
+    ends = {(start, end): end - manager.beyond_grid(start, end) for start, end in [(0, 6), (0, 3), (4, 7), (4, 5)]}
+    assert ends == {(0, 6): 4, (0, 3): 2, (4, 7): 6, (4, 5): 4}

@@ -225,7 +225,7 @@ class PrefillSequence:
     """Prompt tokens `start .. start + len(token_ids)` of one sequence, computed by the prefill path.
 
     `block_table[i]` is the device block of positions i*block_size...; it covers at least start + len(token_ids) tokens.
-    `window_table` is the same for SWA blocks, HOLE where the block has slid out of the window, empty when the model has
+    `window_table` is the same for SWA blocks, HOLE where the block has slid out of the window, None when the model has
     none; `states` are the moves of LINEAR blocks.
     KV is written only for positions >= `write_from`: a full hit computes its last token again without touching the
     shared block. `sampling` None: nothing is sampled (the chunk is not the prompt's last). `draw` is the index of the
@@ -248,7 +248,7 @@ class PrefillSequence:
     draft_from: int = -1
     num_proposals: int = 0
     next_generated: bool = False
-    window_table: Ints = field(default_factory=lambda: ints([]))
+    window_table: Ints | None = None
     states: StateMoves | None = None
 
 
@@ -272,7 +272,7 @@ class DecodeSequence:
     next_token: int = -1
     draft_from: int = -1
     num_proposals: int = 0
-    window_table: Ints = field(default_factory=lambda: ints([]))
+    window_table: Ints | None = None
     states: StateMoves | None = None
 
 

@@ -62,7 +62,7 @@ def rows_of(plan: Forward, decode_path: str) -> list[Row]:
             row.num_drafts if isinstance(row, DecodeSequence) else 0,
             row.draft_from,
             row.num_proposals,
-            row.window_table.tolist(),
+            row.window_table.tolist() if row.window_table is not None else [],
             _moves(row.states),
             isinstance(row, PrefillSequence),
             isinstance(row, PrefillSequence) and row.next_generated,

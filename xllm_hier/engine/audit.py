@@ -115,9 +115,9 @@ class Auditor:
         return PrefillSequence(
             start,
             ints(again.tokens[start:end]),
-            again.table(BlockType.KV),
+            again.block_table(),
             start,
-            window_table=again.table(BlockType.SWA),
+            window_table=again.window_table(),
             states=self._manager.move_states(again, end),
         )
 

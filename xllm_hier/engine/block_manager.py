@@ -268,12 +268,15 @@ class HierarchyBlockManagerPool:
         none), publishes the metadata of restored blocks up to the token cursor, and plans their load. False and
         nothing changed when the device has not enough blocks of some type.
         """
+        count = -(-num_tokens // self.block_size)
+        if sequence.probed and self._has_blocks(sequence, count):
+            self._reserve(sequence, num_tokens)
+            return True
         found: list[_Found] = []
         boundary = 0
         if not sequence.probed:
             boundary = self._num_restorable(sequence)
             found = self._pin_prefix(sequence, boundary)
-        count = -(-num_tokens // self.block_size)
         new = {
             pools.type: max(0, count - max(boundary, len(sequence.held[pools.type].blocks))) for pools in self._tables
         }
@@ -291,10 +294,25 @@ class HierarchyBlockManagerPool:
                 sequence.live_states.extend(blocks[kind][loads[kind] :])
             else:
                 sequence.held[kind].blocks.extend(blocks[kind][loads[kind] :])
-        if self._checkpoints is not None and self._shares(sequence):
-            self._checkpoints.reserve(sequence, num_tokens)
-        self._reserve_host_targets(sequence, num_tokens)
+        self._reserve(sequence, num_tokens)
         return True
+
+    def _has_blocks(self, sequence: Sequence, count: int) -> bool:
+        """So many blocks of each type that has a table; the common case of a step that decodes."""
+        for pools in self._tables:
+            if len(sequence.held[pools.type].blocks) < count:
+                return False
+        return self._checkpoints is None or bool(sequence.live_states)
+
+    def _reserve(self, sequence: Sequence, num_tokens: int) -> None:
+        """What it is well to have for the next tokens, but not needed."""
+        if not self._shares(sequence):
+            return
+        if self._checkpoints is not None:
+            self._checkpoints.reserve(sequence, num_tokens)
+        last = min(num_tokens, sequence.prompt_length) // self.block_size
+        if last > sequence.num_published:
+            self._reserve_host_targets(sequence, last)
 
     def _allocate_all(self, counts: Mapping[BlockType, int]) -> dict[BlockType, list[int]] | None:
         """So many device blocks of each type, or None and nothing changed."""
@@ -399,10 +417,9 @@ class HierarchyBlockManagerPool:
         on_stride = (boundaries.stop - 1) // stride * stride
         return on_stride >= boundaries.start or any(boundary in boundaries for boundary in sequence.boundaries)
 
-    def _reserve_host_targets(self, sequence: Sequence, num_tokens: int) -> None:
-        last = min(num_tokens, sequence.prompt_length) // self.block_size
+    def _reserve_host_targets(self, sequence: Sequence, last: int) -> None:
         for kind, pools in self.pools.items():
-            if not self._shares(sequence) or not pools.host.num_blocks:
+            if not pools.host.num_blocks:
                 continue
             held = sequence.held[kind]
             wanted = [
@@ -480,9 +497,10 @@ class HierarchyBlockManagerPool:
             if pools.type is BlockType.SWA:
                 boundary = sequence.num_computed - sequence.num_computed % self.block_size
                 slid = held.take_before(pools.rule.needed(boundary).start)
-                self._let_go(sequence, pools, slid)
-        if self._checkpoints is not None:
-            self._let_go(sequence, self.pools[BlockType.LINEAR], self._checkpoints.needless(sequence))
+                if slid:
+                    self._let_go(sequence, pools, slid)
+        if self._checkpoints is not None and (needless := self._checkpoints.needless(sequence)):
+            self._let_go(sequence, self.pools[BlockType.LINEAR], needless)
 
     def _let_go(self, sequence: Sequence, pools: TypePools, blocks: Mapping[int, int]) -> None:
         """Hold device blocks no more, by number; those that lie before no boundary worth keeping are evicted first."""

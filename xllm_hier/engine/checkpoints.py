@@ -61,13 +61,15 @@ class Checkpoints:
         for index in held.numbers((end + num_drafts) // self._size):
             if (index + 1) * self._size > sequence.num_computed:
                 moves[(index + 1) * self._size] = held.block(index)
-        sequence.states = dict(sorted(moves.items()))
+        sequence.states = dict(sorted(moves.items())) if len(moves) > 1 else moves
         return StateMoves(source, ints(list(sequence.states)), ints(list(sequence.states.values())))
 
     def note_written(self, sequence: Sequence) -> None:
         """A step has ended, and the sequence's tokens are known: which checkpoints hold what they are reserved for. One
         behind a draft that was rejected does not, and is written again."""
         held = self._held(sequence)
+        if not held.blocks:
+            return
         for index in held.numbers(sequence.num_computed // self._size):
             if sequence.states.get((index + 1) * self._size) == held.block(index):
                 held.written.add(index)
@@ -76,6 +78,8 @@ class Checkpoints:
         """Take from the sequence the checkpoints, by number, that it neither goes on from nor may have to leave: all
         that others can find, and of those behind its prompt all but the last."""
         held = self._held(sequence)
+        if not held.blocks:
+            return {}
         waiting = sorted(index for index in held.written if index >= sequence.num_published)
         known = [*held.numbers(sequence.num_published), *waiting[:-1]]
         states = sequence.states.values()

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..block import BlockType
 from ..plans import (
     AddRequest,
     DecodeSequence,
@@ -298,7 +297,7 @@ class Scheduler:
                 return
             tokens = ints(sequence.tokens[start:end])
             more = self._fields(sequence, end, sequence.tokens[end] if end < sequence.canonical_end else -1)
-            table = sequence.table(BlockType.KV)
+            table = sequence.block_table()
             step.plan.prefill.append(PrefillSequence(start, tokens, table, sequence.write_from, **more))
             step.prefill.append((sequence, count))
 
@@ -324,7 +323,7 @@ class Scheduler:
         tokens = ints([*sequence.tokens[start:end], *drafts])
         sampling = request.sampling if end == len(sequence.tokens) else None
         proposals = self._num_proposals(sequence, end + len(drafts)) if sampling is not None else 0
-        table, draw, write_from = sequence.table(BlockType.KV), sequence.num_generated, sequence.write_from
+        table, draw, write_from = sequence.block_table(), sequence.num_generated, sequence.write_from
         more = self._fields(sequence, end, sequence.tokens[end] if end < len(sequence.tokens) else -1, len(drafts))
         more["num_proposals"] = proposals
         if not sequence.in_prefill:
@@ -344,7 +343,7 @@ class Scheduler:
         return {
             "next_token": next_token,
             "draft_from": sequence.draft_from if self.drafting.by_model else -1,
-            "window_table": sequence.table(BlockType.SWA),
+            "window_table": sequence.window_table(),
             "states": self.manager.move_states(sequence, end, num_drafts),
         }
 

@@ -9,8 +9,10 @@ from enum import Enum
 
 from ..block import BlockType
 from ..hashing import block_hash, decode_tag, prompt_hashes, root_hash
-from ..plans import AddRequest, Ints, PromptUsage
+from ..plans import AddRequest, Ints, PromptUsage, ints
 from .type_blocks import Held, HeldCheckpoints
+
+_NOTHING = ints([])
 
 
 class SequenceState(Enum):
@@ -139,9 +141,14 @@ class Sequence:
     def host_targets(self) -> dict[int, int]:
         return self.held[self.types[0]].targets
 
-    def table(self, block_type: BlockType) -> Ints:
-        """Device blocks of one type, in order; empty when the model has none of it."""
-        return self.held[block_type].table() if block_type in self.held else Held().table()
+    def block_table(self) -> Ints:
+        """The KV blocks on the device, in order; empty when the model has none."""
+        held = self.held.get(BlockType.KV)
+        return held.table() if held is not None else _NOTHING
+
+    def window_table(self) -> Ints | None:
+        """That of SWA blocks; None when the model has none."""
+        return self.held[BlockType.SWA].table() if BlockType.SWA in self.held else None
 
     def forget_blocks(self) -> None:
         """Nothing is held any more; the tokens stay."""

@@ -50,7 +50,8 @@ class PlanDigest:
         self._numbers(sequence.next_token, generated, sequence.draft_from, sequence.num_proposals)
         self._array(sequence.token_ids)
         self._array(sequence.block_table)
-        self._array(sequence.window_table)
+        if sequence.window_table is not None:
+            self._array(sequence.window_table)
         if sequence.states is not None:
             self._numbers(sequence.states.source)
             self._array(sequence.states.positions)
