@@ -28,6 +28,7 @@ from xllm_hier.embedded_store import EmbeddedStore
 from xllm_hier.errors import StoreError
 from xllm_hier.hashing import prompt_hashes, root_hash
 from xllm_hier.models.identity import PLACE_BYTES, PLACES, ModelIdentity, model_identity
+from xllm_hier.plans import HIT, MISS
 from xllm_hier.store_key import IDENTITY, MAIN, identity_key, name_space_regex, numerics_key
 from xllm_hier.worker.cache_domain import BlockCache, CacheDomain
 from xllm_hier.worker.key_quarantine import MAX_KEYS, KeyQuarantine
@@ -153,6 +154,7 @@ def test_a_key_whose_object_did_not_prove_itself_is_neither_read_nor_written_for
     assert rank.put((1, 1)) == 1 and rank.get((3, 1)) == [0] and rank.client.calls == []
     assert rank.put((0, 0), (1, 1)) == 2 and rank.get((2, 0), (3, 1)) == [1, 0]
     assert second not in rank.client.keys("exist") + rank.client.keys("get") + rank.client.keys("put")
+    assert rank.store.probe(BlockType.KV, [laws.name_of(0), laws.name_of(1)]) == bytes([HIT, MISS])
     counted = rank.store._stats.snapshot()["store"]
     names = ("quarantined_keys", "quarantined_reads", "quarantined_writes")
     assert [counted[name] for name in names] == [1, 2, 2]

@@ -19,11 +19,15 @@ from xllm_hier.config import EngineConfig
 from xllm_hier.embedded_store import EmbeddedStore
 from xllm_hier.engine.prefetch import PrefetchResult
 from xllm_hier.plans import (
+    HIT,
+    MISS,
     BlockMapping,
     OffloadCopied,
     OffloadStored,
     PrefetchAnswer,
     PrefetchFromStorage,
+    ProbeAnswer,
+    ProbeStorage,
     TransferBlocks,
     TransferKvBlocks,
     ints,
@@ -243,6 +247,10 @@ def test_what_all_ranks_hold_alike_has_one_host_copy_and_one_object(store: Embed
     assert all(torch.equal(rank.content([1, 3, 5]), expected) for rank in instance.ranks)
     found = keys(store)
     assert len(found) == 3 and all(":mla:KV:" in key for key in found)
+    asked = ProbeStorage(9, ["KV"], [mapping(BLOCKS, HOST).hashes + bytes(16)])
+    for rank, lacking in ((first, MISS), (second, HIT)):  # who has nothing of its own leaves the word to the other
+        rank.transfer.probe(asked)
+        assert rank.answer(ProbeAnswer).hits == [bytes([HIT] * 3 + [lacking])]
     instance.close()
 
 

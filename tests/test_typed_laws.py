@@ -499,3 +499,19 @@ def test_a_step_over_a_prompt_ends_behind_a_block_where_it_can() -> None:
     manager = world_of("KV LINEAR", scan=2).manager
     ends = {(start, end): end - manager.beyond_grid(start, end) for start, end in [(0, 6), (0, 3), (4, 7), (4, 5)]}
     assert ends == {(0, 6): 4, (0, 3): 2, (4, 7): 6, (4, 5): 4}
+
+
+def test_a_state_is_read_only_if_it_spares_more_than_it_weighs() -> None:
+    """A stranger's store has four blocks of the prompt and the state behind them. Reading a block takes half as long as
+    computing one: with states as light as KV blocks they are read, with states ten times as heavy they are not."""
+    for weight, hit in ((1.0, 16), (10.0, 0)):
+        world = world_of("KV LINEAR", linear_stride=16, policy="measured")
+        assert paid(world, PROMPT[:17]) == (0, 0, 0, 17)
+        world.run()
+        for tier in ("device", "host"):
+            world.manager.clear(tier)
+        world.manager.pools[LINEAR].weight = weight
+        policy = world.manager.policy
+        policy.compute.add(4000, 4000.0)  # a second a token: four a block
+        policy.read.add(1000, 2000.0)  # two a block
+        assert paid(world, PROMPT[:17])[2] == hit
