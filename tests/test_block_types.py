@@ -48,6 +48,12 @@ SETUPS = {
 }
 
 
+# What starts instances of its own does so for one setup of each mix of types.
+starts_instances = pytest.mark.parametrize(
+    "model", ["gemma3-bf16-tp2", "mistral-bf16", "qwen3_next-fp32"], indirect=True
+)
+
+
 @dataclass(frozen=True)
 class Model:
     """What a server is started with."""
@@ -107,6 +113,7 @@ def test_each_type_has_pools_of_its_own_in_both_tiers(model: Model, tiered: Serv
         assert host == int(3 * device) > 0
 
 
+@starts_instances
 def test_an_audit_of_windows_alone_is_refused_and_of_others_finds_equal_bits(model: Model) -> None:
     flags = ["--max_cache_size=8MB", "--host_blocks_factor=2", "--audit_rate=1"]
     if "KV" not in model.setup.types:
@@ -185,6 +192,7 @@ def test_where_prompts_part_others_find_what_they_need_from_the_third_on(
             assert sum(got.cached) == (112 if number == 2 and "KV" in model.setup.types else 64)
 
 
+@starts_instances
 def test_an_instance_finds_what_an_earlier_one_stored(model: Model, plain: Server, store: Any) -> None:
     prompt = prompt_of(5, 90)
     expected = plain.ask(prompt).bits
@@ -196,6 +204,7 @@ def test_an_instance_finds_what_an_earlier_one_stored(model: Model, plain: Serve
         assert got.bits == expected and got.cached == (0, 0, cached)
 
 
+@starts_instances
 @pytest.mark.parametrize("flags", [["--max_tokens_per_chunk_for_prefill=40"], ["--max_tokens_per_batch=33"]])
 def test_chunked_runs_write_the_same_blocks_and_read_them(
     model: Model, plain: Server, tiered: Server, store: Any, flags: list[str]
@@ -236,6 +245,7 @@ def ask_all(server: Server, prompts: list[list[int]], max_tokens: int) -> list[A
         return list(pool.map(lambda prompt: server.ask(prompt, max_tokens), prompts))
 
 
+@starts_instances
 @pytest.mark.parametrize("more", [[], ["--num_speculative_tokens=3", "--speculative_algorithm=ngram"]])
 def test_with_little_room_for_any_type_nothing_changes_but_the_hits(
     model: Model, plain: Server, store: Any, more: list[str]

@@ -75,6 +75,7 @@ class _Prefetch:
     probe: _Probe | None = None
     targets: list[int] = field(default_factory=list)
     missed: set[tuple[BlockType, bytes]] = field(default_factory=set)
+    claims: set[tuple[BlockType, bytes]] = field(default_factory=set)  # blocks for which others wait for this one
     started: float = field(default_factory=_now)
     last_progress: float = field(default_factory=_now)
     given_up: bool = False  # by the policy: computing the rest takes less time
@@ -212,7 +213,9 @@ class StoreReads:
     def _claim(self, operation: _Prefetch, columns: Iterable[Column]) -> None:
         """Others who need these blocks wait for this operation."""
         for kind, index in columns:
-            self._fetching.setdefault((kind, operation.sequence.hash_of(index)), operation)
+            claim = kind, operation.sequence.hash_of(index)
+            if self._fetching.setdefault(claim, operation) is operation:
+                operation.claims.add(claim)
 
     def _new_result(self, num_columns: int, started: float | None = None) -> PrefetchResult:
         limits = self._limits
@@ -412,7 +415,7 @@ class StoreReads:
         sequence, result = operation.sequence, operation.result
         del self._prefetches[operation.prefetch_id]
         del self._prefetch_of[sequence]
-        for claim in [claim for claim, reader in self._fetching.items() if reader is operation]:
+        for claim in operation.claims:
             del self._fetching[claim]
         self.num_timeouts += result.timed_out
         num_hits, weight = 0, 0.0
