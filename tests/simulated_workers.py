@@ -113,7 +113,7 @@ class SimulatedWorkers:
                 )
             for rank in range(self.num_workers):
                 ack = TransferAck(plan.batch_id, rank, len(mapping.device))
-                self.pending.append(lambda manager, ack=ack: manager.on_transfer_ack(ack))
+                self.pending.append(lambda manager, ack=ack: manager.loads.on_ack(ack))
 
     def _offload(self, plan: TransferKvBlocks) -> None:
         (mapping,) = plan.target_mappings

@@ -65,11 +65,11 @@ def test_a_wrong_block_ends_all_restoring_until_everything_is_emptied(tier: str)
     simulation.ask(PROMPT)
     auditor, manager = simulation.scheduler.auditor, simulation.manager
     assert results(simulation) == {"different": 1} and auditor.alarm
-    before = dict(manager.prefix_tokens)
+    before = dict(manager.account.tokens)
     for _ in range(2):
         assert simulation.ask(PROMPT) == reference(PROMPT, 3)
         manager.clear("device")
-    after = manager.prefix_tokens
+    after = manager.account.tokens
     assert (after["host"], after["store"]) == (before["host"], before["store"])
     manager.clear("host")
     simulation.workers.store.clear()
@@ -77,7 +77,7 @@ def test_a_wrong_block_ends_all_restoring_until_everything_is_emptied(tier: str)
     simulation.ask(PROMPT)
     manager.clear("device")
     assert simulation.ask(PROMPT) == reference(PROMPT, 3)
-    assert manager.prefix_tokens["host"] > before["host"] and results(simulation)["equal"] == 1
+    assert manager.account.tokens["host"] > before["host"] and results(simulation)["equal"] == 1
 
 
 def spoil(simulation: Simulation) -> None:

@@ -99,7 +99,7 @@ def test_nothing_is_published_before_every_worker_has_answered() -> None:
     assert simulation.manager.host.num_evictable == 0
     simulation.workers.pending = answers[1:]
     simulation.run()
-    assert simulation.manager.prefix_tokens["store"] == 16
+    assert simulation.manager.account.tokens["store"] == 16
 
 
 def test_a_block_that_one_rank_lacks_is_a_miss_for_all() -> None:
@@ -602,20 +602,20 @@ def test_usage_counts_every_prompt_token_once_and_keeps_the_first_account_over_p
     simulation.run()
     assert simulation.scheduler.num_preemptions > 0
     assert all(sum(simulation.usage(request_id)) == 5 for request_id in ids)
-    assert sum(simulation.manager.prefix_tokens.values()) == 15
+    assert sum(simulation.manager.account.tokens.values()) == 15
 
 
 def test_usage_says_computed_when_the_load_of_a_hit_failed() -> None:
     simulation = Simulation()
     warm(simulation)
     simulation.workers.faults.load = 1.0
-    before = dict(simulation.manager.prefix_tokens)
+    before = dict(simulation.manager.account.tokens)
     request_id = simulation.add(PROMPT)
     for _ in range(8):
         simulation.step()
     assert simulation.answered[request_id] == reference(PROMPT, 3)
     assert simulation.usage(request_id) == (0, 0, 0, 17)
-    after = simulation.manager.prefix_tokens
+    after = simulation.manager.account.tokens
     assert {tier: after[tier] - before[tier] for tier in after} == {"device": 0, "host": 0, "store": 0, "computed": 17}
 
 

@@ -21,6 +21,7 @@ from xllm_hier.block import BlockType, RestoreRule, common_boundary
 from xllm_hier.engine import block_manager, write_back
 from xllm_hier.engine.block_manager import HierarchyBlockManagerPool
 from xllm_hier.engine.drafts import Drafting
+from xllm_hier.engine.loads import Loads
 from xllm_hier.engine.prefetch import PrefetchResult
 from xllm_hier.engine.scheduler import Scheduler
 from xllm_hier.engine.sequence import Sequence
@@ -64,14 +65,14 @@ def test_random_schedules_meet_what_they_are_meant_to_meet() -> None:
             world = replay(draw(family, seed))
             manager = world.manager
             met.update(world.ranks.done)
-            met.update({f"tokens of {tier}": tokens for tier, tokens in manager.prefix_tokens.items()})
+            met.update({f"tokens of {tier}": tokens for tier, tokens in manager.account.tokens.items()})
             met.update(str(asked.end and (asked.end.finish_reason, asked.status)) for asked in world.asked.values())
             for plan in (PrefetchFromStorage, TransferBlocks, TransferKvBlocks):
                 for message in world.sent(plan):
                     kinds = [message] if plan is PrefetchFromStorage else message.target_mappings
                     met.update(f"{plan.__name__} {mapping.block_type}" for mapping in kinds)
             met["preemptions"] += world.scheduler.num_preemptions
-            met["failed loads"] += manager.num_failed_loads
+            met["failed loads"] += manager.loads.num_failed
             met["failed write-backs"] += manager.write_back.num_failed
             met["ends"] += world.dead is not None
             drafted, accepted = (
@@ -115,10 +116,8 @@ def a_read_that_may_still_write_is_over(_result: PrefetchResult, _column: int) -
     return False
 
 
-def a_failed_load_is_as_good_as_another(
-    manager: HierarchyBlockManagerPool, batch_ids: list[int], _: object
-) -> set[tuple[BlockType, int]]:
-    return FINISH_STEP(manager, batch_ids, [])
+def a_failed_load_is_as_good_as_another(loads: Loads, batch_ids: list[int], _: object) -> set[tuple[BlockType, int]]:
+    return FINISH_STEP(loads, batch_ids, [])
 
 
 def a_copy_is_whole_when_one_rank_says_so(write_back: WriteBack, transfer_id: int, offload: Any) -> None:
@@ -236,14 +235,14 @@ def one_type_decides_the_boundary(rules: list[RestoreRule], has: Callable[[Block
     return common_boundary(rules[:1], has, limit)
 
 
-FINISH_STEP, FINISH_COPY = HierarchyBlockManagerPool.finish_step, WriteBack._finish_copy
+FINISH_STEP, FINISH_COPY = Loads.finish, WriteBack._finish_copy
 FIELDS, APPEND_ALL = Scheduler._fields, Scheduler._append_all
 PUBLISH_COMPUTED, NEEDED = HierarchyBlockManagerPool.publish_computed, RestoreRule.needed
 MOVE_STATES = HierarchyBlockManagerPool.move_states
 PLANTED: dict[Callable[..., Any], tuple[str, Any, str]] = {
     a_hit_needs_the_word_of_one_rank_only: ("faults", PrefetchResult, "is_hit"),
     a_read_that_may_still_write_is_over: ("faults", PrefetchResult, "is_unknown"),
-    a_failed_load_is_as_good_as_another: ("faults", HierarchyBlockManagerPool, "finish_step"),
+    a_failed_load_is_as_good_as_another: ("faults", Loads, "finish"),
     a_copy_is_whole_when_one_rank_says_so: ("faults", WriteBack, "_finish_copy"),
     a_head_finds_the_hidden_state_before_a_restored_prefix_somewhere: (
         "draft head",

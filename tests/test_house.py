@@ -31,6 +31,8 @@ FLOORS = [
         "engine.audit",
         "engine.drafts",
         "engine.store_reads",
+        "engine.loads",
+        "engine.account",
         "engine.block_manager",
         "engine.scheduler",
     ],

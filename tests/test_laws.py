@@ -291,7 +291,7 @@ def test_a_planned_load_is_sent_once_and_sending_it_publishes_nothing_more() -> 
     (batch_id,) = manager.transfer_blocks()
     assert manager.transfer_blocks() == [] and len(sent(simulation, TransferBlocks)) == 1
     assert sequence.num_published == 4 and manager.block_counts() == before
-    assert manager.finish_step([batch_id], []) == set()
+    assert manager.loads.finish([batch_id], []) == set()
 
 
 def test_a_device_too_small_plans_no_load_and_the_host_match_waits_for_the_next_try() -> None:

@@ -71,7 +71,7 @@ def host_holders(world: World, kind: BlockType) -> Iterator[int]:
     for orphan in reads._orphans.values():
         yield from orphan.targets if orphan.type is kind else ()
     yield from (target for _, of, target in reads.quarantine if of is kind)
-    for loads in (manager._planned_loads, *manager._batches.values()):
+    for loads in (manager.loads.planned, *manager.loads.batches.values()):
         yield from (load.host for load in loads if load.type is kind)
     pairs = [*write_back._pairs, *(pair for offload in write_back._offloads.values() for pair in offload.pairs)]
     yield from (pair.host for pair in pairs if pair.type is kind)
@@ -106,7 +106,7 @@ def check_holders(world: World) -> None:
 def check_contents(world: World) -> None:
     """Every block that can be found holds, on every rank, what its hash says, but for loads not waited for."""
     manager = world.manager
-    batches = (manager._planned_loads, *manager._batches.values())
+    batches = (manager.loads.planned, *manager.loads.batches.values())
     loading = {(load.type, load.device) for loads in batches for load in loads}
     for rank in world.ranks.ranks:
         for domain in rank.domains.values():
@@ -180,7 +180,7 @@ def check_sequences(world: World) -> None:
     for sequence in world.preempted:
         assert sequence in scheduler.waiting, "what was preempted comes back in the same step"
     world.preempted.clear()
-    assert min(manager.prefix_tokens.values()) >= 0
+    assert min(manager.account.tokens.values()) >= 0
 
 
 def check_window(world: World, sequence: Sequence, most: int) -> None:
@@ -244,8 +244,8 @@ def check_at_the_end(world: World) -> None:
         "being read": reads._fetching,
         "awaited": reads._awaited,
         "being computed": manager._filling,
-        "planned loads": manager._planned_loads,
-        "loads": manager._batches,
+        "planned loads": manager.loads.planned,
+        "loads": manager.loads.batches,
         "pairs": write_back._pairs,
         "write-backs": write_back._offloads,
         "being written back": write_back._offloading,
@@ -259,7 +259,7 @@ def check_at_the_end(world: World) -> None:
         "counts of targets and mounts do not return to 0"
     )
     paid = sum(len(asked.prompt) for asked in world.asked.values() if asked.usage is not None)
-    assert sum(manager.prefix_tokens.values()) == paid, "the tiers' counters are not the sum of all prompts"
+    assert sum(manager.account.tokens.values()) == paid, "the tiers' counters are not the sum of all prompts"
     for tier, kind, pool in pools_of(world):
         _check_all_can_be_had(pool, orphans[kind] if tier == "host" else 0)
 

@@ -2,7 +2,7 @@
 
 The three phases of the specification are `prefetch_from_storage` / `update_prefetch_result` (G2H), `allocate` /
 `transfer_blocks` (H2D), and `deallocate` / `transfer_offload_blocks` (D2H2G). Every transfer begins with its blocks
-pinned and ends in one method that commits or rolls back: `StoreReads._finish`, `finish_step`, `_finish_copy`.
+pinned and ends in one method that commits or rolls back, which `StoreReads`, `Loads` and `WriteBack` have.
 
 A model's blocks may be of several types, each with pools and a restore rule of its own; all types number their blocks
 alike and share one chain of hashes. What is worth keeping of those types that a restore needs only a part of is what
@@ -11,46 +11,22 @@ lies before certain boundaries: a multiple of the type's stride, the prompt's en
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Types
-from dataclasses import dataclass
 
 from ..block import BlockType, common_boundary
-from ..plans import HOLE, PromptUsage, StateMoves, TransferAck, TransferBlocks, TypeSizes
+from ..plans import HOLE, StateMoves, TypeSizes
+from .account import PrefixAccount
 from .block_pool import BlockPool
 from .checkpoints import Checkpoints
 from .drafts import Drafting
+from .loads import Load, Loads
 from .restore_policy import RestorePolicy
 from .sequence import Sequence
 from .store_reads import ReadLimits, StoreReads
-from .type_blocks import HeldCheckpoints, TypePools
-from .write_back import WorkerLink, WriteBack, block_mappings, draft_part
-
-log = logging.getLogger("xllm.engine")
-
-_SLOWEST_LAST = ("device", "host", "store")
-
-
-@dataclass(frozen=True)
-class _Load:
-    """One H2D block of a registered batch; the host block is pinned until the forward that waits for it returns."""
-
-    type: BlockType
-    host: int
-    device: int
-    block_hash: bytes
-
-
-@dataclass(frozen=True)
-class _Found:
-    """A block of a prefix: on the device, or None there and on the host; with one more reference."""
-
-    pools: TypePools
-    index: int
-    device: int | None
-    host: int | None
+from .type_blocks import Found, HeldCheckpoints, TypePools
+from .write_back import WorkerLink, WriteBack
 
 
 class HierarchyBlockManagerPool:
@@ -83,7 +59,6 @@ class HierarchyBlockManagerPool:
         drafting: Drafting | None = None,
     ) -> None:
         self.drafting = drafting or Drafting()
-        self._draft_types = self.drafting.types if self.drafting.by_model else ()
         self.link = link
         self.block_size = block_size
         self.scan_tokens = scan_tokens
@@ -104,15 +79,15 @@ class HierarchyBlockManagerPool:
         self.policy = policy or RestorePolicy(block_size, measured=False)
         self._next_id = 1
         self._filling: dict[bytes, Sequence] = {}
-        self._planned_loads: list[_Load] = []
-        self._batches: dict[int, list[_Load]] = {}
-        self._failed_acks: set[int] = set()
+        self.account = PrefixAccount(block_size)
+        draft_types = self.drafting.types if self.drafting.by_model else ()
+        self.loads = Loads(link, self.pools, self.new_id, draft_types=draft_types)
         self.write_back = WriteBack(
             link,
             self.pools,
             self.new_id,
             store_enabled=self.store_enabled,
-            draft_types=self._draft_types,
+            draft_types=draft_types,
         )
         self.store_reads = StoreReads(
             link,
@@ -124,8 +99,6 @@ class HierarchyBlockManagerPool:
             restorable=self._num_restorable,
             on_found=self.write_back.store_answers,
         )
-        self.num_failed_loads = 0
-        self.prefix_tokens = {"device": 0, "host": 0, "store": 0, "computed": 0}
 
     def use_store(self, enabled: bool) -> None:
         """Read from and write to the store from now on, or no more; what is under way goes on.
@@ -272,7 +245,7 @@ class HierarchyBlockManagerPool:
         if sequence.probed and self._has_blocks(sequence, count):
             self._reserve(sequence, num_tokens)
             return True
-        found: list[_Found] = []
+        found: list[Found] = []
         boundary = 0
         if not sequence.probed:
             boundary = self._num_restorable(sequence)
@@ -320,7 +293,7 @@ class HierarchyBlockManagerPool:
             return None
         return {kind: self.pools[kind].device.allocate(count) or [] for kind, count in counts.items()}
 
-    def _pin_prefix(self, sequence: Sequence, boundary: int) -> list[_Found]:
+    def _pin_prefix(self, sequence: Sequence, boundary: int) -> list[Found]:
         """What must be there to go on from block `boundary`, each with one more reference."""
         found = []
         for pools in self.pools.values():
@@ -331,11 +304,11 @@ class HierarchyBlockManagerPool:
                     pools.device.pin(device)
                 elif host is not None:
                     pools.host.pin(host)
-                found.append(_Found(pools, index, device, host))
+                found.append(Found(pools, index, device, host))
         return found
 
     @staticmethod
-    def _unpin_prefix(found: Iterable[_Found]) -> None:
+    def _unpin_prefix(found: Iterable[Found]) -> None:
         for item in found:
             if item.device is not None:
                 item.pools.device.unpin([item.device])
@@ -343,7 +316,7 @@ class HierarchyBlockManagerPool:
                 item.pools.host.unpin([item.host])
 
     def _join_prefix(
-        self, sequence: Sequence, boundary: int, found: list[_Found], targets: dict[BlockType, list[int]]
+        self, sequence: Sequence, boundary: int, found: list[Found], targets: dict[BlockType, list[int]]
     ) -> None:
         # Where prompts part others will, too; and where one could go on, others can.
         sequence.boundaries |= {boundary, self._num_matched(sequence, boundary)} - {0}
@@ -352,7 +325,7 @@ class HierarchyBlockManagerPool:
             pools, block_hash = item.pools, sequence.hash_of(item.index)
             block = next(free[pools.type]) if item.device is None else item.device
             if item.host is not None:
-                self._planned_loads.append(_Load(pools.type, item.host, block, block_hash))
+                self.loads.plan(Load(pools.type, item.host, block, block_hash))
                 pools.device.publish(block, block_hash, pools.parent(sequence.parent_of(item.index)))
             sequence.held[pools.type].put(item.index, block)
         self.store_reads.unmount(sequence)
@@ -363,7 +336,7 @@ class HierarchyBlockManagerPool:
         if self._checkpoints is not None:
             self._checkpoints.begin(sequence, boundary)
         sequence.probed = True
-        self._account(sequence, found, num_hit_tokens)
+        self.account.open(sequence, found, num_hit_tokens)
         if any(targets.values()):
             # Decoded blocks, which a preempted request gets back, have bits that no prompt gives.
             sequence.num_restored = min(boundary, sequence.prompt_length // self.block_size)
@@ -376,38 +349,6 @@ class HierarchyBlockManagerPool:
 
     def _host_has(self, sequence: Sequence, index: int) -> bool:
         return index < self._num_candidates(sequence) and self.host.find(sequence.hash_of(index)) is not None
-
-    def _account(self, sequence: Sequence, found: list[_Found], num_hit_tokens: int) -> None:
-        """Which tier pays for which prompt token: of a block's types the slowest, of a block of which nothing was
-        needed that of the block behind it. Once per request, a resumed one keeps its first account."""
-        if sequence.usage is not None:
-            return
-        slowest: dict[int, int] = {}
-        for item in found:
-            from_store = item.index in sequence.held[item.pools.type].from_store
-            tier = 0 if item.device is not None else 2 if from_store else 1
-            slowest[item.index] = max(tier, slowest.get(item.index, 0))
-        paid = {"device": 0, "host": 0, "store": 0}
-        tier = 0
-        for index in reversed(range(max(slowest, default=-1) + 1)):
-            tier = slowest.get(index, tier)
-            tokens = max(0, min(self.block_size, num_hit_tokens - index * self.block_size))
-            paid[_SLOWEST_LAST[tier]] += tokens
-        computed = sequence.prompt_length - num_hit_tokens
-        sequence.usage = PromptUsage(paid["device"], paid["host"], paid["store"], computed)
-        self._count(sequence.usage, +1)
-
-    def _count(self, usage: PromptUsage, sign: int) -> None:
-        for tier in self.prefix_tokens:
-            self.prefix_tokens[tier] += sign * int(getattr(usage, tier))
-
-    def forget_account(self, sequence: Sequence) -> None:
-        """What a failed load brought was not there after all; the next admission accounts anew."""
-        if sequence.usage is not None and not sequence.usage_sent:
-            self._count(sequence.usage, -1)
-            sequence.usage = None
-            for held in sequence.held.values():
-                held.from_store.clear()
 
     def _is_kept(self, sequence: Sequence, pools: TypePools, index: int) -> bool:
         """A restore at some boundary worth keeping needs block `index` of this type."""
@@ -436,41 +377,7 @@ class HierarchyBlockManagerPool:
 
     def transfer_blocks(self) -> list[int]:
         """Send the load planned since the last call; its batch ids (none or one) go into the next Forward."""
-        if not self._planned_loads:
-            return []
-        batch_id, loads = self.new_id(), self._planned_loads
-        self._planned_loads = []
-        self._batches[batch_id] = loads
-        target = block_mappings(loads)
-        self.link.broadcast(TransferBlocks(batch_id, target, draft_part(target, self._draft_types)))
-        return [batch_id]
-
-    def on_transfer_ack(self, ack: TransferAck) -> None:
-        """A worker registered a load; a wrong block count makes the batch a failed one."""
-        loads = self._batches.get(ack.batch_id)
-        if loads is not None and ack.num_blocks != len(loads):
-            log.error("rank %d registered %d of %d blocks to load", ack.rank, ack.num_blocks, len(loads))
-            self._failed_acks.add(ack.batch_id)
-
-    def finish_step(self, batch_ids: Iterable[int], failed: Iterable[int]) -> set[tuple[BlockType, int]]:
-        """The forward that waited for these loads has returned. Returns the device blocks whose load failed: they and
-        their host sources are withdrawn from the prefix, and who holds them must compute again."""
-        bad: set[tuple[BlockType, int]] = set()
-        failed = set(failed)
-        for batch_id in batch_ids:
-            loads = self._batches.pop(batch_id)
-            is_bad = batch_id in failed or batch_id in self._failed_acks
-            self.num_failed_loads += is_bad
-            for load in loads:
-                pools = self.pools[load.type]
-                if is_bad:
-                    bad.add((load.type, load.device))
-                    pools.host.withdraw(load.host)
-                pools.host.unpin([load.host])
-        self._failed_acks.clear()
-        for kind, block in bad:
-            self.pools[kind].device.withdraw(block)
-        return bad
+        return self.loads.send()
 
     @staticmethod
     def holds_any(sequence: Sequence, blocks: set[tuple[BlockType, int]]) -> bool:
@@ -683,7 +590,7 @@ class HierarchyBlockManagerPool:
     @property
     def busy(self) -> bool:
         """Some transfer is planned or under way."""
-        return bool(self.store_reads.busy or self._batches or self._planned_loads or self.write_back.busy)
+        return self.store_reads.busy or self.loads.busy or self.write_back.busy
 
     def clear(self, tier: str) -> int:
         """Forget what `tier` (device | host) could serve; blocks in use stay until released. Returns how many."""

@@ -267,7 +267,7 @@ class EngineCore:
         elif isinstance(answer, ProbeAnswer):
             self.manager.store_reads.on_probe(answer)
         elif isinstance(answer, TransferAck):
-            self.manager.on_transfer_ack(answer)
+            self.manager.loads.on_ack(answer)
         elif isinstance(answer, OffloadCopied):
             self.manager.write_back.on_copied(answer)
         elif isinstance(answer, OffloadStored):
@@ -442,7 +442,7 @@ class EngineCore:
             "transfer_failures": [*failures, ["g2h", "timeout", manager.store_reads.num_timeouts]],
             "blocks": manager.block_counts(),
             "tier_bytes": self._tier_bytes,
-            "prefix_tokens": dict(manager.prefix_tokens),
+            "prefix_tokens": dict(manager.account.tokens),
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
             "prefetching": len(scheduler.prefetching),
@@ -453,7 +453,7 @@ class EngineCore:
             "compute_s": self._compute_s,
             "draft_s": self._draft_s,
             "load_wait_s": self._wait_s,
-            "failed_loads": manager.num_failed_loads,
+            "failed_loads": manager.loads.num_failed,
             "restore_decisions": manager.policy.decisions,
             "audits": scheduler.auditor.results,
             "drafted": scheduler.drafts.drafted,

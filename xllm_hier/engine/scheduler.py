@@ -351,7 +351,7 @@ class Scheduler:
 
     def finish(self, step: Step, output: ForwardOutput) -> None:
         """Take the answer to a step: advance every sequence, publish what is complete, end what is done."""
-        bad = self.manager.finish_step(step.plan.batch_ids, output.failed_batches)
+        bad = self.manager.loads.finish(step.plan.batch_ids, output.failed_batches)
         if step.audit:
             self.auditor.computed()
             return
@@ -403,14 +403,14 @@ class Scheduler:
             self._end_canonical(sequence)
             return
         self.running.remove(sequence)
-        self.manager.forget_account(sequence)
+        self.manager.account.forget(sequence)
         self.manager.deallocate(sequence)
         self._prompt_logprobs.pop(sequence, None)
         self._enqueue_ready(sequence)
 
     def fail_step(self, step: Step, message: str) -> None:
         """The forward itself failed: its requests end with an error, what it was to load is not relied on."""
-        self.manager.finish_step(step.plan.batch_ids, step.plan.batch_ids)
+        self.manager.loads.finish(step.plan.batch_ids, step.plan.batch_ids)
         if step.audit:
             self.auditor.give_up()
         for sequence, _ in (*step.prefill, *step.decode):

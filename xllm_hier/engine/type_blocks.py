@@ -46,6 +46,16 @@ class TypePools:
         return {"device": self.device, "host": self.host}
 
 
+@dataclass(frozen=True)
+class Found:
+    """A block of a prefix: on the device, or None there and on the host; with one more reference."""
+
+    pools: TypePools
+    index: int
+    device: int | None
+    host: int | None
+
+
 @dataclass(eq=False)
 class Held:
     """What one sequence holds of one type; each block is one reference in its pool.
