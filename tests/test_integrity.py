@@ -32,7 +32,8 @@ from xllm_hier.plans import HIT, MISS
 from xllm_hier.store_key import IDENTITY, MAIN, identity_key, name_space_regex, numerics_key
 from xllm_hier.worker.cache_domain import BlockCache, CacheDomain
 from xllm_hier.worker.key_quarantine import MAX_KEYS, KeyQuarantine
-from xllm_hier.worker.kv_cache_store import KVCacheStore, name_blocks
+from xllm_hier.worker.kv_cache_store import VAIN_LOOKS, KVCacheStore, name_blocks
+from xllm_hier.worker.store_marks import IdentityUnknownError
 from xllm_hier.worker.transfer_stats import TransferStats
 
 COMMON = ["--block_size=16", "--max_cache_size=4MB", "--check_invariants"]
@@ -163,6 +164,37 @@ def test_a_key_whose_object_did_not_prove_itself_is_neither_read_nor_written_for
     monkeypatch.setattr("xllm_hier.worker.key_quarantine.KEY_QUARANTINE_S", 0.0)
     rank.fill(1, laws.name_of(1))
     assert rank.put((1, 1)) == 1 and rank.get((3, 1)) == [1]
+
+
+def test_a_client_that_moves_no_bytes_where_a_new_one_could_is_set_up_anew_once_in_an_outage(
+    rank_with: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library can miss that the node's client is another process. One look may come too early; a new client that
+    does not help, as with a full store, is not followed by more; once one helped, the next outage may have one."""
+    rank = rank_with(laws.MAIN_DOMAIN)
+    store, made, works = rank.store, list[int](), [False]
+    monkeypatch.setattr(rank.client, "through_node", True)
+    monkeypatch.setattr(rank.client, "reachable", lambda: True, raising=False)
+    monkeypatch.setattr(rank.client, "answers", lambda: True, raising=False)
+    monkeypatch.setattr(rank.client, "connect", made.append, raising=False)
+
+    def objection() -> str:
+        if not works[0]:
+            raise IdentityUnknownError("it can neither be read nor written")
+        return ""
+
+    monkeypatch.setattr(store._marks, "objection", objection)
+    for number in range(2):
+        works[0] = False
+        store.circuit.fail("gone")
+        for looks in range(1, 5):
+            with pytest.raises(IdentityUnknownError):
+                store.look()
+            assert len(made) == number + (looks >= VAIN_LOOKS), "of a number of looks one makes a client"
+        works[0] = True
+        store.look()
+        assert store.state != "open" and len(made) == number + 1
+    assert not store._host_usable, "what the new client reads goes through its own memory"
 
 
 def test_the_quarantine_has_a_bound_and_forgets_the_oldest_first() -> None:

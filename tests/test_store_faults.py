@@ -65,10 +65,6 @@ def asking(server: Server, asked: list[list[int]], expected: list[Any]) -> Itera
             thread.join(60)
 
 
-def attached(server: Server) -> bool:
-    return bool(server.health()["store"] == "attached")
-
-
 @pytest.mark.parametrize("victim", ["client", "master"])
 @pytest.mark.parametrize("direct", [False, True], ids=["through the node's client", "direct"])
 def test_a_store_process_killed_under_load_costs_no_request_and_no_token(
@@ -88,17 +84,8 @@ def test_a_store_process_killed_under_load_costs_no_request_and_no_token(
                 time.sleep(0.3)
             wait_for(lambda: server.health()["store"] == "open", 20)
             assert server.health()["status"] == "degraded"
-            for _ in range(4):
-                wait_for(lambda: store.restart_dead() or attached(server), 40, 0.2)
-                end = time.monotonic() + 25
-                while not attached(server) and time.monotonic() < end:
-                    time.sleep(0.2)
-                if attached(server):
-                    break
-                # Mooncake's library can miss that the node's client is a new one, and knows no memory of it then
-                # (seen: shm_not_mapped for as long as it was watched); the next restart is another chance.
-                os.kill(store.pids[victim], signal.SIGKILL)
-            assert attached(server)
+            wait_for(lambda: store.restart_dead() or server.health()["store"] == "attached", 40, 0.2)
+            wait_for(lambda: server.health()["store"] == "attached", 40, 0.2)
             time.sleep(1)
         assert not wrong
         failures = {kind: count for kind, cause, count in server.stats()["transfer_failures"] if cause == "store_error"}
@@ -234,7 +221,7 @@ def test_a_store_that_accepts_connections_and_says_nothing_stops_no_forward(
         finally:
             for pid in store.pids.values():
                 os.kill(pid, signal.SIGCONT)
-        wait_for(lambda: server.health()["store"] == "attached", 100)
+        wait_for(lambda: server.health()["store"] == "attached", 40)
 
 
 def test_instances_that_cannot_read_each_others_blocks_do_not_warn_of_each_others_numerics(

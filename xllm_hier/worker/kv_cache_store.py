@@ -36,6 +36,7 @@ log = logging.getLogger("xllm.store")
 PROBE_S = 1.0
 LONGEST_PAUSE_S = 8.0  # between looks for a store that was away the last times
 MARKS_PROBE_S = 30.0
+VAIN_LOOKS = 2  # at a store that answers and moves no bytes, before its client is set up anew
 STAGING_BLOCKS = 32
 _SPARE_BYTES = 64 << 10  # of the pool, for the note
 _NO_SPACE = -200
@@ -145,6 +146,8 @@ class KVCacheStore:
         self._quarantine = KeyQuarantine()
         self._entries: dict[BlockType, list[_Entry]] = {}
         self._host_usable = False  # the host blocks themselves can be read into; else by way of staging
+        self._lends_memory = False
+        self._vain_looks = 0
         self._staging: dict[str, int] = {}
         self._on_open = on_open
         self.circuit = StoreCircuit(config.store_call_limit_ms / 1000, self._opened)
@@ -163,7 +166,7 @@ class KVCacheStore:
             if not self._client.through_node:
                 return None
             address = self._client.allocate(host_bytes)
-            self._host_usable = True
+            self._host_usable = self._lends_memory = True
             return address
         except StoreError as error:
             log.warning("the store is not available, going on without it: %s", error)
@@ -171,7 +174,7 @@ class KVCacheStore:
 
     def keep_apart(self) -> None:
         """The host blocks do not lie where `connect` said: reach them by way of staging memory. Before `start`."""
-        self._host_usable = False
+        self._host_usable = self._lends_memory = False
 
     @staticmethod
     def _staging_bytes(host_bytes: int) -> int:
@@ -205,7 +208,7 @@ class KVCacheStore:
     @property
     def lends_memory(self) -> bool:
         """The host blocks lie in the pool of this store's client, which must stay as long as they do."""
-        return self._client.through_node and self._host_usable
+        return self._lends_memory
 
     def look(self) -> None:
         """Find out now whether the store is there, instead of within a second.
@@ -221,12 +224,31 @@ class KVCacheStore:
             if not self._client.connected:
                 if not self._client.answers():
                     raise StoreError("somebody listens there and does not answer")
-                self._client.connect(2 * self._staging_bytes(self._memory[1]) + _SPARE_BYTES)
-                self._staging.clear()
-                self._marks.forget_client()
-            self._attach()
+                self._set_up()
+            try:
+                self._attach()
+            except IdentityUnknownError:
+                self._vain_looks += 1
+                if not self._is_stale():
+                    raise
+                log.warning("the store's client moves no bytes where a new one could: it is set up anew")
+                self._set_up()
+                self._attach()
+            self._vain_looks = 0
             if self.refused:
                 raise StoreError(self.refused)
+
+    def _set_up(self) -> None:
+        """A new client, for what goes through staging; one that lends memory for the host blocks goes on to do so."""
+        self._client.connect(2 * self._staging_bytes(self._memory[1]) + _SPARE_BYTES)
+        self._host_usable = False
+        self._staging.clear()
+        self._marks.forget_client()
+
+    def _is_stale(self) -> bool:
+        """The library has missed that the node's client is another process now, which knows no memory of ours: calls
+        that move bytes then fail for good (seen: shm_not_mapped), while others work. Once in an outage."""
+        return self._vain_looks == VAIN_LOOKS and self._client.through_node and self._client.answers()
 
     def _attach(self, *, at_start: bool = False) -> None:
         """The client is connected: make memory usable and probe once."""

@@ -88,6 +88,7 @@ class MooncakeClient:
         self._rank = rank
         self.through_node = bool(config.store_client_address)
         self._store: Any = None
+        self._former: list[Any] = []  # clients set up before: memory they have lent stays mapped
         self._condition = threading.Condition()
         self._calls = 0
         self._closing = False
@@ -95,7 +96,7 @@ class MooncakeClient:
     # --------------------------------------------------------------------------------------------- life
 
     def connect(self, pool_bytes: int) -> None:
-        """Set up a fresh client; `pool_bytes` is what `allocate` will be asked for in all.
+        """Set up a fresh client, also in place of one; `pool_bytes` is what `allocate` will be asked for in all.
 
         Raises:
             StoreError: nobody answers, or the library refuses.
@@ -112,6 +113,8 @@ class MooncakeClient:
             if self._closing:
                 store.close()
                 raise StoreError("the store client is closed")
+            if self._store is not None:
+                self._former.append(self._store)
             self._store = store
 
     def _set_up(self, pool_bytes: int) -> tuple[str, list[Any]]:
@@ -186,6 +189,8 @@ class MooncakeClient:
             if not self._condition.wait_for(lambda: self._calls == 0, timeout_s):
                 return False
             store, self._store = self._store, None
+        for former in self._former:
+            former.close()
         follows_leader = self._config.store_master_server_address.startswith("etcd://")
         if store is not None and (self.through_node or not follows_leader):  # with etcd:// close takes 30 s
             store.close()
