@@ -18,6 +18,7 @@ FLOORS = [
     ["errors"],
     ["block", "hashing", "config"],
     ["store_key", "plans", "host_memory"],
+    ["peer_plans"],
     ["wire", "embedded_store"],
     [
         "models",
@@ -35,6 +36,10 @@ FLOORS = [
         "engine.account",
         "engine.block_manager",
         "engine.scheduler",
+        "engine.handover",
+        "engine.peer_links",
+        "engine.prefill_role",
+        "engine.decode_role",
     ],
     ["engine.remote_worker", "engine.core"],
     ["worker"],

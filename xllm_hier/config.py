@@ -36,11 +36,12 @@ def _setting(
     return field(default=default, metadata=meta)
 
 
-MODEL, CACHE, STORE, ENGINE, SERVER, LIMITS = (
+MODEL, CACHE, STORE, ENGINE, DISAGG, SERVER, LIMITS = (
     "model",
     "cache tiers",
     "store (tier 3)",
     "scheduling and execution",
+    "prefill and decode on separate instances",
     "server",
     "time limits",
 )
@@ -234,6 +235,44 @@ class EngineConfig:
     )
     num_threads: int = _setting(0, ENGINE, "torch threads of a worker on cpu; 0 = all cores", low=0)
 
+    enable_disagg_pd: bool = _setting(
+        False, DISAGG, "this instance is one half of a pair: it computes prompts, or it generates behind them"
+    )
+    instance_role: str = _setting(
+        "DEFAULT",
+        DISAGG,
+        "PREFILL = takes requests, computes their prompts and hands them over; DECODE = generates for PREFILL "
+        "instances; DEFAULT = both, alone",
+        choices=("DEFAULT", "PREFILL", "DECODE"),
+    )
+    kv_cache_transfer_mode: str = _setting(
+        "PUSH",
+        DISAGG,
+        "PUSH = the prefill instance writes blocks layer by layer while it computes, PULL = the decode instance reads "
+        "them afterwards; the same on both sides",
+        choices=("PUSH", "PULL"),
+    )
+    decode_instances: str = _setting(
+        "", DISAGG, "comma list of host:port of the DECODE instances (their disagg_pd_port) a PREFILL instance hands to"
+    )
+    disagg_pd_host: str = _setting(
+        "127.0.0.1",
+        DISAGG,
+        "address of this machine that peers reach: control and transfers listen there, without authentication",
+    )
+    disagg_pd_port: int = _setting(
+        7777, DISAGG, "port of the control between instances; 0 = a free one, printed at start", low=0, high=65535
+    )
+    transfer_listen_port: int = _setting(
+        26000, DISAGG, "base port of the transfers; worker r takes port + r; 0 = free ones", low=0, high=65535
+    )
+    transfer_protocol: str = _setting(
+        "tcp", DISAGG, "of the transfers; a failure of rdma is an error, never tcp", choices=("tcp", "rdma", "ascend")
+    )
+    heart_beat_interval: float = _setting(
+        0.5, DISAGG, "between two signs of life of an instance to its peers", unit="s", low=0.05
+    )
+
     host: str = _setting("127.0.0.1", SERVER, "address of the HTTP server")
     port: int = _setting(8010, SERVER, "port of the HTTP server; 0 = a free one, printed at start", low=0, high=65535)
     served_model_name: str = _setting("", SERVER, "name in the API; empty = model_id")
@@ -251,6 +290,12 @@ class EngineConfig:
         LIMITS,
         "bring a served instance up again after one of its processes died or hung; its store, also the embedded one, "
         "keeps what it has",
+    )
+    peer_timeout_s: float = _setting(
+        10.0, LIMITS, "without a sign of life of a PD peer, before it counts as lost", unit="s", low=0.5
+    )
+    peer_wait_s: float = _setting(
+        60.0, LIMITS, "of a request for a decode instance that takes it, before it fails with HTTP 503", unit="s", low=0
     )
     drain_timeout_s: float = _setting(30.0, LIMITS, "for open requests after SIGTERM", unit="s", low=0)
 
@@ -275,6 +320,7 @@ class EngineConfig:
             raise ConfigError(
                 "prefill_tile_rows", self.prefill_tile_rows, f"a multiple of block_size {self.block_size}"
             )
+        self._check_disagg()
         if self.enable_kvcache_store:
             _check_address("store_local_hostname", self.store_local_hostname)
             if self.store_client_address:
@@ -290,6 +336,23 @@ class EngineConfig:
             )
         if self.num_speculative_tokens and self.speculative_algorithm == "draft_model" and not self.draft_model:
             raise ConfigError("draft_model", "", "a folder, as --speculative_algorithm=draft_model needs one")
+
+    def _check_disagg(self) -> None:
+        role = self.instance_role
+        if self.enable_disagg_pd and role == "DEFAULT":
+            raise ConfigError("instance_role", role, "PREFILL | DECODE with --enable_disagg_pd=true")
+        if not self.enable_disagg_pd and role != "DEFAULT":
+            raise ConfigError("instance_role", role, "DEFAULT without --enable_disagg_pd=true")
+        if self.decode_instances and role != "PREFILL":
+            raise ConfigError("decode_instances", self.decode_instances, "empty unless --instance_role=PREFILL")
+        for address in self.decode_addresses:
+            _check_address("decode_instances", address, "a comma list of host:port")
+        if len(set(self.decode_addresses)) < len(self.decode_addresses):
+            raise ConfigError("decode_instances", self.decode_instances, "each instance once")
+        if role == "PREFILL" and not self.decode_instances:
+            raise ConfigError("decode_instances", "", "at least one host:port with --instance_role=PREFILL")
+        if self.peer_timeout_s < 2 * self.heart_beat_interval:
+            raise ConfigError("peer_timeout_s", self.peer_timeout_s, "at least two heart_beat_interval")
 
     def _check_master(self) -> None:
         address = self.store_master_server_address
@@ -317,6 +380,11 @@ class EngineConfig:
     def drafts_by_model(self) -> bool:
         """Drafts come from a model that has caches of its own."""
         return self.num_speculative_tokens > 0 and self.speculative_algorithm != "ngram"
+
+    @property
+    def decode_addresses(self) -> list[str]:
+        """The host:port of each decode instance that a prefill instance hands its requests to."""
+        return [address.strip() for address in self.decode_instances.split(",") if address.strip()]
 
     @property
     def embedded_store(self) -> bool:
@@ -356,10 +424,20 @@ class EngineConfig:
             _check_port_free("port", self.host, self.port)
         if self.enable_kvcache_store and self.store_protocol == "rdma" and not _has_rdma():
             raise ConfigError("store_protocol", "rdma", "tcp on this machine: /sys/class/infiniband has no device")
+        if self.enable_disagg_pd:
+            self._check_disagg_environment()
         if self.enable_kvcache_store and not self.embedded_store and not self.store_client_address:
             host, port = split_address(self.store_local_hostname)
             for rank in range(self.tp_size):
                 _check_port_free("store_local_hostname", host, port + rank)
+
+    def _check_disagg_environment(self) -> None:
+        if self.transfer_protocol == "rdma" and not _has_rdma():
+            raise ConfigError("transfer_protocol", "rdma", "tcp on this machine: /sys/class/infiniband has no device")
+        if self.disagg_pd_port:
+            _check_port_free("disagg_pd_port", self.disagg_pd_host, self.disagg_pd_port)
+        for rank in range(self.tp_size if self.transfer_listen_port else 0):
+            _check_port_free("transfer_listen_port", self.disagg_pd_host, self.transfer_listen_port + rank)
 
     # ------------------------------------------------------------------------------------------- sources
 

@@ -277,15 +277,85 @@ class DecodeSequence:
 
 
 @dataclass(frozen=True)
+class RemoteBlocks:
+    """Blocks of one BlockType that move between this instance's device and a peer's: `local[i]` <-> `remote[i]`."""
+
+    block_type: str
+    local: Ints
+    remote: Ints
+
+
+@dataclass(frozen=True)
+class PushBlocks:
+    """Write these device blocks into those of peer `peer`, each layer group once the forward has computed it.
+
+    `draft_mappings` are those of the draft model's caches, which are complete when it has drafted.
+    """
+
+    push_id: int
+    peer: str
+    target_mappings: list[RemoteBlocks]
+    draft_mappings: list[RemoteBlocks] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class Forward:
     """One step of the model. It waits, layer group by layer group, for every load sent before it that no forward has
-    attached yet; `batch_ids` names those the engine knows of, as a cross-check.
+    attached yet; `batch_ids` names those the engine knows of, as a cross-check. Its answer waits for its `pushes`.
     """
 
     step_id: int
     batch_ids: list[int]
     prefill: list[PrefillSequence]
     decode: list[DecodeSequence]
+    pushes: list[PushBlocks] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class PullBlocks:
+    """Read these device blocks from those of peer `peer`, at once and beside all forwards; answer: `PullDone`."""
+
+    pull_id: int
+    peer: str
+    target_mappings: list[RemoteBlocks]
+    draft_mappings: list[RemoteBlocks] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class TransferRegion:
+    """Where the device blocks of one type and domain lie on one rank: layer l of block b at
+    `addresses[l] + b * layer_bytes`, of `num_blocks` blocks whose layout is `schema_hash`."""
+
+    role: str
+    block_type: str
+    layer_bytes: int
+    num_blocks: int
+    addresses: list[int]
+    schema_hash: str = ""
+
+
+@dataclass(frozen=True)
+class TransferEndpoint:
+    """How the Transfer Engine of one rank is reached, and what it may read and write there."""
+
+    rank: int
+    session: str
+    regions: list[TransferRegion]
+
+
+@dataclass(frozen=True)
+class LinkPeer:
+    """From now on `peer` names the instance with these endpoints, one for each rank; sent before any move names it."""
+
+    peer: str
+    endpoints: list[TransferEndpoint]
+
+
+@dataclass(frozen=True)
+class UnlinkPeer:
+    """Nothing is moved to or from this peer any more: what has not begun fails, what is under way ends by its limit."""
+
+    peer: str
 
 
 EQUAL, ROUNDING, DIFFERENT = 0, 1, 2
@@ -331,7 +401,8 @@ class TypeSizes:
 @dataclass(frozen=True)
 class WorkerReady:
     """What a worker brings: sizes found after the model was loaded. `num_device_blocks`, `num_host_blocks` and
-    `block_bytes` are those of the model's first BlockType, `types` has all; empty stands for KV alone."""
+    `block_bytes` are those of the model's first BlockType, `types` has all; empty stands for KV alone. `endpoint`:
+    where peers reach its device blocks, None without PD."""
 
     rank: int
     num_device_blocks: int
@@ -342,6 +413,7 @@ class WorkerReady:
     block_bytes: int
     details: dict[str, Any]
     types: list[TypeSizes] = field(default_factory=list)
+    endpoint: TransferEndpoint | None = None
 
     @property
     def all_types(self) -> list[TypeSizes]:
@@ -406,6 +478,26 @@ class OffloadStored:
 
 
 @dataclass(frozen=True)
+class PushFailure:
+    """A push that did not arrive whole. `certain`: nothing of it is being written any more; else a call ran past its
+    limit, and what it was to write may still come when the peer goes on."""
+
+    push_id: int
+    error: str
+    certain: bool
+
+
+@dataclass(frozen=True)
+class PullDone:
+    """A pull has ended on one rank; `error` None: every block is there. `certain` as in PushFailure."""
+
+    pull_id: int
+    rank: int
+    error: str | None = None
+    certain: bool = True
+
+
+@dataclass(frozen=True)
 class ForwardOutput:
     """Answer to a Forward: tokens of each sequence that had `sampling`, prefill sequences first, in plan order.
 
@@ -415,6 +507,7 @@ class ForwardOutput:
 
     `logprobs[i]` is None where the sequence did not ask. `prompt_logprobs` holds one list per prefill sequence that
     asked. `failed_batches`: loads that this forward waited for in vain; what it computed from them is void.
+    `push_wait_s` is what the answer waited for `pushes` after all was computed; not in `compute_s`.
     `error`: the forward itself failed; nothing of it is valid. `view`: what the rank's cache depends on, as words and a
     digest (see PlanDigest); it is the same on all ranks, or their caches have gone apart.
     """
@@ -432,6 +525,8 @@ class ForwardOutput:
     num_tokens: Ints | None = None
     proposals: list[Ints] = field(default_factory=list)
     draft_s: float = 0.0
+    failed_pushes: list[PushFailure] = field(default_factory=list)
+    push_wait_s: float = 0.0
 
 
 @dataclass(frozen=True)

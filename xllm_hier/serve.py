@@ -30,6 +30,8 @@ def _announce(instance: Instance) -> None:
     print(f"xllm_hier serves {info['model']} at http://{config.host}:{instance.port}", flush=True)
     print(f"  {blocks} blocks of {info['block_size']} tokens, store {info['store_state']}", flush=True)
     print(f"  longest request {info['max_model_len']} tokens", flush=True)
+    if config.enable_disagg_pd:
+        print(f"  {config.instance_role} instance, reached by its peers at {info['pd_address']}", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

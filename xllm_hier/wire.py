@@ -9,20 +9,20 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgpack
 import numpy as np
 import zmq
 
-from . import plans
+from . import peer_plans, plans
 from .errors import WireError
 
 _INTS, _MESSAGE = 1, 2
 _CONNECT_MS = 5000
 _CLASSES: dict[str, tuple[type, int]] = {
     name: (thing, len(dataclasses.fields(thing)))
-    for name, thing in vars(plans).items()
+    for name, thing in [*vars(plans).items(), *vars(peer_plans).items()]
     if isinstance(thing, type) and dataclasses.is_dataclass(thing)
 }
 
@@ -38,7 +38,7 @@ def _extension(value: Any) -> msgpack.ExtType:
 
 
 def pack(message: Any) -> bytes:
-    """Bytes of a message class of `plans`. Raises WireError for anything else inside or out."""
+    """Bytes of a message class of `plans` or `peer_plans`. Raises WireError for anything else inside or out."""
     name = type(message).__name__
     if name not in _CLASSES:
         raise WireError(f"{name} is not a message")
@@ -135,7 +135,13 @@ class Channel:
         self.socket.close()
 
 
-def wait_readable(channels: Sequence[Channel], timeout_s: float) -> list[Channel]:
+class HasSocket(Protocol):
+    """Something that can be waited for."""
+
+    socket: zmq.Socket[Any]
+
+
+def wait_readable(channels: Sequence[HasSocket], timeout_s: float) -> list[HasSocket]:
     """Those of `channels` with a message waiting; empty after `timeout_s`."""
     poller = zmq.Poller()
     for channel in channels:

@@ -95,7 +95,9 @@ async def health(request: Request) -> Response:
     values = await service.stats.refresh(_STATS_S)
     store = service.stats.store_state
     alarm = bool(values.get("cache_alarm"))
-    wrong = alarm or store in ("degraded", "open")
+    pair = values.get("pd", {})
+    alone = pair.get("role") == "PREFILL" and "linked" not in pair["peers"].values()
+    wrong = alarm or alone or store in ("degraded", "open")
     return JSONResponse(
         {
             "status": "degraded" if wrong or not service.stats.fresh else "ok",
@@ -105,6 +107,7 @@ async def health(request: Request) -> Response:
             "running": values.get("running", 0),
             "waiting": values.get("waiting", 0),
             "version": __version__,
+            **({"role": pair["role"], "peers": pair["peers"]} if pair else {}),
         }
     )
 

@@ -67,7 +67,7 @@ class HierarchyBlockManagerPool:
         self.pools = {BlockType(one.block_type): TypePools(one, block_size, one.block_bytes / unit) for one in types}
         self.types = tuple(self.pools)
         self._rules = [pools.rule for pools in self.pools.values()]
-        self._tables = [pools for pools in self.pools.values() if pools.type is not BlockType.LINEAR]
+        self.tables = [pools for pools in self.pools.values() if pools.type is not BlockType.LINEAR]
         self._stride_blocks = {kind: -(-tokens // block_size) for kind, tokens in (strides or {}).items()}
         linear = self.pools.get(BlockType.LINEAR)
         self._checkpoints = Checkpoints(linear, self._is_kept) if linear is not None else None
@@ -130,13 +130,13 @@ class HierarchyBlockManagerPool:
 
     # ------------------------------------------------------------------------------------------ the prefix
 
-    def _shares(self, sequence: Sequence) -> bool:
+    def shares(self, sequence: Sequence) -> bool:
         """The sequence takes blocks that others left, and leaves its own."""
         return self.prefix_cache and not sequence.private
 
     def _num_candidates(self, sequence: Sequence) -> int:
         """Full blocks of the known tokens that could spare computing anything."""
-        if not self._shares(sequence):
+        if not self.shares(sequence):
             return 0
         limit = sequence.reuse_limit
         if sequence.num_generated or BlockType.LINEAR in self.pools:
@@ -145,7 +145,7 @@ class HierarchyBlockManagerPool:
         return min(len(sequence.tokens) // self.block_size, -(-limit // self.block_size))
 
     def _host_block(self, sequence: Sequence, pools: TypePools, index: int) -> int | None:
-        if not self.policy.loading_pays():
+        if sequence.remote or not self.policy.loading_pays():
             return None
         mounted = sequence.held[pools.type].mounted.get(index)
         return mounted if mounted is not None else pools.host.find(sequence.hash_of(index))
@@ -214,13 +214,13 @@ class HierarchyBlockManagerPool:
     @property
     def most_tokens(self) -> int:
         """Longest sequence that the device has blocks for."""
-        whole = [pools.device.num_blocks * self.block_size for pools in self._tables if not pools.rule.span]
+        whole = [pools.device.num_blocks * self.block_size for pools in self.tables if not pools.rule.span]
         return min(whole, default=sys.maxsize)
 
     @property
     def num_available(self) -> int:
         """Device blocks that every type with a block table could still give."""
-        return min(pools.device.num_available for pools in self._tables)
+        return min(pools.device.num_available for pools in self.tables)
 
     # ------------------------------------------------------------------------------- phase 1: G2H prefetch
 
@@ -251,12 +251,12 @@ class HierarchyBlockManagerPool:
             boundary = self._num_restorable(sequence)
             found = self._pin_prefix(sequence, boundary)
         new = {
-            pools.type: max(0, count - max(boundary, len(sequence.held[pools.type].blocks))) for pools in self._tables
+            pools.type: max(0, count - max(boundary, len(sequence.held[pools.type].blocks))) for pools in self.tables
         }
         if BlockType.LINEAR in self.pools and not sequence.live_states:
             new[BlockType.LINEAR] = 1 + self.drafting.num_tokens
         loads = {kind: sum(item.device is None and item.pools.type is kind for item in found) for kind in new}
-        blocks = self._allocate_all({kind: new[kind] + loads[kind] for kind in new})
+        blocks = self.allocate_all({kind: new[kind] + loads[kind] for kind in new})
         if blocks is None:
             self._unpin_prefix(found)
             return False
@@ -272,14 +272,14 @@ class HierarchyBlockManagerPool:
 
     def _has_blocks(self, sequence: Sequence, count: int) -> bool:
         """So many blocks of each type that has a table; the common case of a step that decodes."""
-        for pools in self._tables:
+        for pools in self.tables:
             if len(sequence.held[pools.type].blocks) < count:
                 return False
         return self._checkpoints is None or bool(sequence.live_states)
 
     def _reserve(self, sequence: Sequence, num_tokens: int) -> None:
         """What it is well to have for the next tokens, but not needed."""
-        if not self._shares(sequence):
+        if not self.shares(sequence):
             return
         if self._checkpoints is not None:
             self._checkpoints.reserve(sequence, num_tokens)
@@ -287,7 +287,7 @@ class HierarchyBlockManagerPool:
         if last > sequence.num_published:
             self._reserve_host_targets(sequence, last)
 
-    def _allocate_all(self, counts: Mapping[BlockType, int]) -> dict[BlockType, list[int]] | None:
+    def allocate_all(self, counts: Mapping[BlockType, int]) -> dict[BlockType, list[int]] | None:
         """So many device blocks of each type, or None and nothing changed."""
         if any(self.pools[kind].device.num_available < count for kind, count in counts.items()):
             return None
@@ -343,9 +343,18 @@ class HierarchyBlockManagerPool:
             self.policy.count("host", "restored")
         elif not self.policy.loading_pays() and self._host_has(sequence, boundary):
             self.policy.count("host", "recomputed")
-        if self._shares(sequence):
-            for index in range(boundary, sequence.prompt_length // self.block_size):
+        self.claim(sequence, boundary)
+
+    def claim(self, sequence: Sequence, first: int, end: int | None = None) -> None:
+        """Others that want full blocks of this prompt from number `first` on do well to wait for it."""
+        if self.shares(sequence):
+            for index in range(first, sequence.prompt_length // self.block_size if end is None else end):
                 self._filling.setdefault(sequence.hash_of(index), sequence)
+
+    def disclaim(self, sequence: Sequence) -> None:
+        """Undo `claim`: nobody is to wait for this sequence."""
+        for block_hash in sequence.hashes:
+            self._unclaim(block_hash, sequence)
 
     def _host_has(self, sequence: Sequence, index: int) -> bool:
         return index < self._num_candidates(sequence) and self.host.find(sequence.hash_of(index)) is not None
@@ -422,15 +431,30 @@ class HierarchyBlockManagerPool:
         return complete
 
     def _publish(self, sequence: Sequence, end: int, *, put: bool) -> None:
-        if not self._shares(sequence):
+        if not self.shares(sequence):
             return
         for index in range(sequence.num_published, end):
             for pools in self.pools.values():
                 if self._is_written(sequence, pools, index):
                     self._publish_block(sequence, pools, index, put)
-            if self._filling.get(sequence.hash_of(index)) is sequence:
-                del self._filling[sequence.hash_of(index)]
+            self._unclaim(sequence.hash_of(index), sequence)
         sequence.num_published = max(sequence.num_published, end)
+
+    def _unclaim(self, block_hash: bytes, sequence: Sequence) -> None:
+        if self._filling.get(block_hash) is sequence:
+            del self._filling[block_hash]
+
+    def publish_filled(self, sequence: Sequence, places: Mapping[BlockType, Iterable[int]]) -> None:
+        """As `publish_computed`, of a sequence whose blocks of the numbers `places` another instance has filled; those
+        between them were found on the device."""
+        end = self._num_publishable(sequence)
+        if self.shares(sequence):
+            for pools in self.tables:
+                for index in sorted(number for number in places[pools.type] if number < end):
+                    self._publish_block(sequence, pools, index, put=True)
+            for index in range(end):
+                self._unclaim(sequence.hash_of(index), sequence)
+        sequence.num_published = end
 
     def _is_written(self, sequence: Sequence, pools: TypePools, index: int) -> bool:
         """The sequence holds block `index`, complete; a checkpoint only if a step was told to write it."""
@@ -488,8 +512,7 @@ class HierarchyBlockManagerPool:
         if self._checkpoints is not None:
             self._checkpoints.drop_from(sequence, first)
             self._checkpoints.begin(sequence, first)
-        for index in range(first, end):
-            self._filling.setdefault(sequence.hash_of(index), sequence)
+        self.claim(sequence, first, end)
         return True
 
     def _hold_again(self, sequence: Sequence, boundary: int) -> bool:
@@ -509,7 +532,7 @@ class HierarchyBlockManagerPool:
     def _own_blocks(self, sequence: Sequence, first: int, end: int) -> bool:
         """Give the sequence KV blocks `first` to `end` that nobody else holds or finds, and take its SWA blocks from
         `first` on; False when there is no room."""
-        for pools in self._tables:
+        for pools in self.tables:
             held, device = sequence.held[pools.type], pools.device
             if pools.rule.span:
                 pools.let_go(held.cut(first))
@@ -534,7 +557,7 @@ class HierarchyBlockManagerPool:
 
         `resume`: the sequence was preempted, so its complete decoded blocks are offloaded too, to the host only.
         """
-        if resume and self._checkpoints is not None and self._shares(sequence):
+        if resume and self._checkpoints is not None and self.shares(sequence):
             index = self._checkpoints.keep_live(sequence)
             if index is not None:
                 self._publish_block(sequence, self.pools[BlockType.LINEAR], index, put=True)
@@ -545,9 +568,7 @@ class HierarchyBlockManagerPool:
         self._write_back_rest(sequence)
         if self.store_reads.concerns(sequence):
             raise RuntimeError("a sequence is deallocated only after its prefetch ended")
-        for block_hash in sequence.hashes:
-            if self._filling.get(block_hash) is sequence:
-                del self._filling[block_hash]
+        self.disclaim(sequence)
         self.store_reads.unmount(sequence)
         for kind, pools in self.pools.items():
             held = sequence.held[kind]

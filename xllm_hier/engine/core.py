@@ -31,6 +31,7 @@ from ..plans import (
     OffloadStored,
     PrefetchAnswer,
     ProbeAnswer,
+    PullDone,
     StepOutputs,
     TransferAck,
     TypeSizes,
@@ -38,10 +39,13 @@ from ..plans import (
     WorkerReady,
     WorkerResult,
 )
-from ..wire import Channel, Deadline
+from ..wire import Channel, Deadline, HasSocket
 from .audit import Auditor
 from .block_manager import HierarchyBlockManagerPool
+from .decode_role import DecodeRole
 from .drafts import Drafting
+from .peer_links import PeerLinks
+from .prefill_role import PrefillRole
 from .remote_worker import POLL_S, RemoteWorkers
 from .restore_policy import RestorePolicy
 from .scheduler import Scheduler, Step
@@ -74,7 +78,14 @@ class _WorkerQuestion:
 class EngineCore:
     """Scheduler, block books and channels of one instance, tied together by `run`."""
 
-    def __init__(self, config: EngineConfig, api: Channel, workers: RemoteWorkers, ready: list[WorkerReady]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        api: Channel,
+        workers: RemoteWorkers,
+        ready: list[WorkerReady],
+        links: PeerLinks | None = None,
+    ) -> None:
         self.config = config
         self.api = api
         self.workers = workers
@@ -109,6 +120,13 @@ class EngineCore:
             chunk_tokens=config.chunk_tokens,
             auditor=auditor,
         )
+        self.links = links
+        self.role: PrefillRole | DecodeRole | None = None
+        if links is not None and config.instance_role == "PREFILL":
+            self.role = PrefillRole(config, self.scheduler, links)
+        elif links is not None:
+            self.role = DecodeRole(config, self.scheduler, links, self._refusal)
+        self._also: list[HasSocket] = [api] if links is None else [api, links]
         self.max_model_len = min(first.max_model_len, self.manager.most_tokens)
         self.vocab_size = first.vocab_size
         self._block_bytes = first.block_bytes
@@ -132,7 +150,7 @@ class EngineCore:
         self._started = self._looked_at = time.monotonic()
         self._back_at = float("-inf")
         self._num_steps = 0
-        self._compute_s = self._wait_s = self._draft_s = 0.0
+        self._compute_s = self._wait_s = self._draft_s = self._push_wait_s = 0.0
         self._worker_stats: dict[str, Any] = {"store_state": first.details.get("store_state", "detached")}
 
     # ------------------------------------------------------------------------------------------------ loop
@@ -149,6 +167,7 @@ class EngineCore:
     def turn(self) -> None:
         """Once round the loop: take messages, schedule a step, await it, send what came of it."""
         self._receive(self._patience())
+        self._poll_role()
         self.scheduler.poll_prefetches()
         step = self.scheduler.schedule()
         self._stalled = step is None
@@ -161,6 +180,8 @@ class EngineCore:
     def answer_all_open(self, error: EngineDeadError) -> None:
         """Nothing can be computed any more: every open request gets `error`."""
         log.error("%s: open requests are answered, the instance ends", error)
+        if self.links is not None:
+            self.links.close()  # prefill instances then go on with their requests elsewhere
         self.scheduler.fail_all(str(error), 503)
         self._send_outputs()
 
@@ -171,7 +192,14 @@ class EngineCore:
     def _patience(self) -> float:
         if self.scheduler.has_work and not self._stalled:
             return 0.0
-        return STALLED_WAIT_S if self.scheduler.has_work or self.scheduler.prefetching else IDLE_WAIT_S
+        waits = self.scheduler.has_work or self.scheduler.prefetching or (self.role is not None and self.role.busy)
+        return STALLED_WAIT_S if waits else IDLE_WAIT_S
+
+    def _poll_role(self) -> None:
+        if isinstance(self.role, PrefillRole):
+            self.role.poll()
+        elif self.role is not None:
+            self.role.poll(settled=not self._was_away() and self.workers.all_answer(AWAY_S))
 
     def _run_step(self, step: Step) -> None:
         self.workers.broadcast(step.plan)
@@ -180,6 +208,9 @@ class EngineCore:
         self._compute_s += output.compute_s
         self._wait_s += output.wait_s
         self._draft_s += output.draft_s
+        self._push_wait_s += output.push_wait_s
+        if isinstance(self.role, PrefillRole):
+            self.role.pushes_ended(output.failed_pushes)
         if output.error is None:
             prompt_tokens = sum(len(row.token_ids) for row in step.plan.prefill)
             generated = sum(len(row.token_ids) for row in step.plan.decode)
@@ -227,7 +258,9 @@ class EngineCore:
             raise EngineDeadError(f"the ranks' caches have gone apart: {seen}")
         failed_batches = sorted({batch for output in outputs.values() for batch in output.failed_batches})
         outputs[0].failed_batches[:] = failed_batches
-        return next((output for output in outputs.values() if output.error is not None), outputs[0])
+        answer = next((output for output in outputs.values() if output.error is not None), outputs[0])
+        answer.failed_pushes[:] = [failure for output in outputs.values() for failure in output.failed_pushes]
+        return answer
 
     def _was_away(self) -> bool:
         """This process itself stood still a moment ago: answers may be on their way that would have been in time."""
@@ -241,8 +274,9 @@ class EngineCore:
         if self._looked_at - before > AWAY_S:
             self._back_at = self._looked_at
             self.workers.forgive()
-        for answer in self.workers.receive(timeout_s, also=self.api):
+        for answer in self.workers.receive(timeout_s, also=self._also):
             self._on_worker(answer)
+        self._listen_to_peers()
         for rank, state in self.workers.take_states():
             self._mixed |= bool(state.get("mixed_numerics"))
             self.scheduler.auditor.exact = self._exact and not self._mixed
@@ -259,6 +293,16 @@ class EngineCore:
             raise EngineDeadError(f"{who}: a write-back's copy took longer than {self.config.worker_timeout_s:g} s")
         self.manager.store_reads.release_quarantine()
 
+    def _listen_to_peers(self) -> None:
+        if self.links is None or self.role is None:
+            return
+        self.links.tick(away=self._was_away())
+        self._mixed |= self.links.mixed_numerics
+        for event in self.links.receive():
+            self.role.on_event(event)
+        if isinstance(self.role, PrefillRole):
+            self._send_outputs()  # tokens of decode instances do not wait for the end of a step here
+
     def _on_worker(self, answer: Any) -> None:
         if isinstance(answer, ForwardOutput):
             self._forward_outputs[answer.rank] = answer
@@ -272,6 +316,8 @@ class EngineCore:
             self.manager.write_back.on_copied(answer)
         elif isinstance(answer, OffloadStored):
             self.manager.write_back.on_stored(answer)
+        elif isinstance(answer, PullDone) and self.role is not None:
+            self.role.on_pull_done(answer)
         elif isinstance(answer, BlocksCompared):
             self.scheduler.auditor.on_compared(answer)
         elif isinstance(answer, WorkerResult):
@@ -293,6 +339,8 @@ class EngineCore:
 
     def _add(self, request: AddRequest) -> None:
         problem = self._refusal(request)
+        if isinstance(self.role, DecodeRole):
+            problem = ("this instance decodes for PREFILL instances: send requests to one of those", 400)
         if problem is not None:
             self.scheduler.refuse(request.request_id, *problem)
         else:
@@ -305,8 +353,9 @@ class EngineCore:
             return "the instance is shutting down", 503
         if request.request_id in self.scheduler.sequences:
             return f"request id {request.request_id!r} is in use", 400
-        if self.scheduler.num_open >= self.config.max_waiting_requests:
-            return f"{self.scheduler.num_open} requests are open, the limit is {self.config.max_waiting_requests}", 429
+        num_open = self.scheduler.num_open + (self.role.num_open if isinstance(self.role, DecodeRole) else 0)
+        if num_open >= self.config.max_waiting_requests:
+            return f"{num_open} requests are open, the limit is {self.config.max_waiting_requests}", 429
         if not length:
             return "the prompt has no token", 400
         if length + request.max_tokens > limit:
@@ -317,6 +366,8 @@ class EngineCore:
 
     def _send_outputs(self) -> None:
         outputs = self.scheduler.take_outputs()
+        if isinstance(self.role, DecodeRole):
+            outputs = self.role.deliver(outputs)
         if outputs:
             self.api.send(StepOutputs(outputs))
 
@@ -363,7 +414,8 @@ class EngineCore:
             if quiet or deadline.passed():
                 self._clears.remove((call, deadline))
                 self._clear(call)
-        if self._drains and not self.scheduler.sequences and quiet:
+        open_elsewhere = self.role.num_open if isinstance(self.role, DecodeRole) else 0
+        if self._drains and not self.scheduler.sequences and quiet and not open_elsewhere:
             for call in self._drains:
                 self._answer(call, {})
             self._drains.clear()
@@ -424,6 +476,7 @@ class EngineCore:
             "tp_size": self.workers.num_workers,
             "tier_bytes": self._tier_bytes,
             "details": self.ready[0].details,
+            "pd_address": self.links.address if self.links is not None else "",
         }
 
     def _type_info(self, sizes: TypeSizes) -> dict[str, Any]:
@@ -465,7 +518,40 @@ class EngineCore:
             "failed_offloads": manager.write_back.num_failed,
             "uptime_s": time.monotonic() - self._started,
         }
+        if self.links is not None and self.role is not None:
+            stats["pd"] = {
+                "role": self.config.instance_role,
+                "peers": self.links.describe(),
+                "push_wait_s": self._push_wait_s,
+                **self.role.stats(),
+            }
         self._answer(call, stats)
+
+
+def _facts(config: EngineConfig, ready: list[WorkerReady]) -> dict[str, Any]:
+    """What two instances must have in common to work on one request."""
+    details = ready[0].details
+    draft = details.get("draft") or {}
+    facts: dict[str, Any] = {
+        "model_id": config.name_space,
+        "weights": details.get("identity"),
+        "draft_weights": draft.get("identity"),
+        "draft": draft.get("component"),
+        "block_size": details["block_size"],
+        "tp_size": config.tp_size,
+        "kv_cache_transfer_mode": config.kv_cache_transfer_mode,
+    }
+    regions = ready[0].endpoint.regions if ready[0].endpoint is not None else []
+    return facts | {f"schema_hash of {one.role} {one.block_type} blocks": one.schema_hash for one in regions}
+
+
+def _new_links(context: zmq.Context[Any], config: EngineConfig, ready: list[WorkerReady]) -> PeerLinks | None:
+    """Links to the other half of a pair; None for an instance that does both alone."""
+    if not config.enable_disagg_pd:
+        return None
+    endpoints = [answer.endpoint for answer in ready if answer.endpoint is not None]
+    numerics_id = str(ready[0].details.get("numerics_id", ""))
+    return PeerLinks(context, config, _facts(config, ready), endpoints, numerics_id)
 
 
 def _drafting(num_tokens: int, draft: dict[str, Any] | None) -> Drafting:
@@ -515,6 +601,7 @@ def run_engine(config: EngineConfig, run_dir: str, ready: Callable[[dict[str, An
     api = Channel(context, api_address(run_dir), bind=True)
     workers = RemoteWorkers(context, run_dir, config.tp_size, config.worker_timeout_s)
     core: EngineCore | None = None
+    links: PeerLinks | None = None
     stopped = False
 
     def on_signal(*_: Any) -> None:
@@ -525,7 +612,9 @@ def run_engine(config: EngineConfig, run_dir: str, ready: Callable[[dict[str, An
 
     signal.signal(signal.SIGTERM, on_signal)
     try:
-        core = EngineCore(config, api, workers, workers.wait_ready(config.startup_timeout_s))
+        answers = workers.wait_ready(config.startup_timeout_s)
+        links = _new_links(context, config, answers)
+        core = EngineCore(config, api, workers, answers, links)
         if stopped:
             return 0
         ready(core.info())
@@ -535,6 +624,8 @@ def run_engine(config: EngineConfig, run_dir: str, ready: Callable[[dict[str, An
         log.error("engine ends: %s", error)
         return 1
     finally:
+        if links is not None:
+            links.close()
         workers.broadcast(WorkerCall(0, "stop"))
         workers.close()
         api.close()

@@ -10,7 +10,7 @@ import zmq
 
 from ..errors import EngineDeadError, StartupError
 from ..plans import WorkerCall, WorkerReady, WorkerResult
-from ..wire import Channel, Deadline, wait_readable
+from ..wire import Channel, Deadline, HasSocket, wait_readable
 
 POLL_S = 0.2  # how often a silent wait looks whether the other side still lives
 _PING = 0  # call id of pings; those of the engine's own questions begin at 1
@@ -69,13 +69,13 @@ class RemoteWorkers:
         for channel in self._plans:
             channel.send(message)
 
-    def receive(self, timeout_s: float, also: Channel | None = None) -> list[Any]:
-        """All answers that are there, in order per rank; waits up to `timeout_s` for the first, or for `also`."""
-        channels = self._answers if also is None else [*self._answers, also]
+    def receive(self, timeout_s: float, also: Sequence[HasSocket] = ()) -> list[Any]:
+        """All answers that are there, in order per rank; waits up to `timeout_s` for the first, or one of `also`."""
         messages = []
-        for channel in wait_readable(channels, timeout_s):
-            while channel is not also and (message := channel.receive(0)) is not None:
-                self._pinged.pop(self._answers.index(channel), None)
+        readable = wait_readable([*self._answers, *also], timeout_s)
+        for rank, channel in enumerate(self._answers):
+            while channel in readable and (message := channel.receive(0)) is not None:
+                self._pinged.pop(rank, None)
                 if isinstance(message, WorkerResult) and message.call_id == _PING:
                     self._states[message.rank] = message.value
                     self._fresh.add(message.rank)
@@ -107,6 +107,11 @@ class RemoteWorkers:
                 if rank not in self._pinged:
                     self._pinged[rank] = now
                     self._plans[rank].send(WorkerCall(_PING, "ping"))
+
+    def all_answer(self, limit_s: float) -> bool:
+        """No rank has left a ping unanswered for so long."""
+        now = time.monotonic()
+        return all(now - since <= limit_s for since in self._pinged.values())
 
     def forgive(self) -> None:
         """We have not listened for a while: whoever was silent is asked anew."""

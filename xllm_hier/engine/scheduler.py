@@ -3,6 +3,9 @@
 `schedule` builds one Forward, `finish` takes its answer. Decode rows come first, then running prefills, then waiting
 requests in order of (priority, arrival), then the blocks that finished sequences want recomputed (`decode_kv_reuse`);
 a step that would be empty goes to the audit of restored blocks.
+
+On a prefill instance a sequence leaves after its first token (`outbound`), on a decode instance it comes with it
+(`adopt`).
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import bisect
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from ..plans import (
     AddRequest,
@@ -19,6 +22,7 @@ from ..plans import (
     Forward,
     ForwardOutput,
     PrefillSequence,
+    PushBlocks,
     RequestOutput,
     TokenLogprob,
     ints,
@@ -44,6 +48,22 @@ class Step:
     audit: bool = False
     prefill: list[tuple[Sequence, int]] = field(default_factory=list)
     decode: list[tuple[Sequence, int]] = field(default_factory=list)
+
+
+class Outbound(Protocol):
+    """Who hands sequences over to decode instances."""
+
+    def takes(self, sequence: Sequence) -> bool:
+        """The sequence is not to be computed before a place for it is found; `Scheduler.admit` then brings it back."""
+
+    def push(self, sequence: Sequence, end: int) -> PushBlocks | None:
+        """What is to be sent of a step over its tokens up to `end`."""
+
+    def computed(self, sequence: Sequence, *, drawn: bool) -> None:
+        """A step of it has ended well; its next token was `drawn`, or not yet."""
+
+    def released(self, sequence: Sequence) -> None:
+        """It is over, with whatever end."""
 
 
 class Scheduler:
@@ -75,6 +95,8 @@ class Scheduler:
         self.prefetching: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.arriving: list[Sequence] = []
+        self.outbound: Outbound | None = None
         self.canonical: list[Sequence] = []
         self._prompt_logprobs: dict[Sequence, list[TokenLogprob | None]] = {}
         self._outputs: list[RequestOutput] = []
@@ -89,13 +111,28 @@ class Scheduler:
         """Admit a checked request: its prefetch starts now, it is scheduled when that has ended."""
         manager = self.manager
         sequence = Sequence(request, manager.block_size, manager.decode_kv_reuse != "as_is", manager.types)
-        sequence.arrival = self._next_arrival
-        self._next_arrival += 1
+        sequence.arrival = self.new_arrival()
         self.sequences[request.request_id] = sequence
+        self.readmit(sequence)
+
+    def new_arrival(self) -> int:
+        """The next number in the order of arrival."""
+        self._next_arrival += 1
+        return self._next_arrival
+
+    def readmit(self, sequence: Sequence) -> None:
+        """Begin with a sequence that holds no blocks, from its prefetch on."""
+        sequence.state = SequenceState.PREFETCHING
         if self.manager.prefetch_from_storage(sequence):
             self.prefetching.append(sequence)
         else:
             self._enqueue_ready(sequence)
+
+    def adopt(self, sequence: Sequence) -> None:
+        """Go on with a sequence whose prompt and first token another instance has computed."""
+        sequence.state = SequenceState.WAITING
+        self.sequences[sequence.request.request_id] = sequence
+        self.arriving.append(sequence)
 
     def abort(self, request_id: str) -> None:
         """Stop a request in whatever state it is; its blocks return as soon as no transfer needs them."""
@@ -111,6 +148,13 @@ class Scheduler:
                 self._enqueue_ready(sequence)
 
     def _enqueue_ready(self, sequence: Sequence) -> None:
+        if self.outbound is not None and self.outbound.takes(sequence):
+            sequence.state = SequenceState.REMOTE
+        else:
+            self.admit(sequence)
+
+    def admit(self, sequence: Sequence) -> None:
+        """Let a sequence wait for its turn to be computed."""
         sequence.state = SequenceState.WAITING
         bisect.insort(self.waiting, sequence, key=lambda waiting: waiting.order)
 
@@ -119,7 +163,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Something can be computed, or a queue must be looked at, without a new message."""
-        return bool(self.waiting or self.running or self.canonical or self.auditor.has_work)
+        return bool(self.waiting or self.running or self.arriving or self.canonical or self.auditor.has_work)
 
     @property
     def num_open(self) -> int:
@@ -153,7 +197,7 @@ class Scheduler:
             queue = self.running if sequence in self.running else self.waiting
             if sequence.num_generated and (sequence.usage is None or sequence.usage.computed < sequence.prompt_length):
                 queue.remove(sequence)
-                self._end(sequence, "error", "an audit found that cached blocks were wrong: ask again")
+                self.end(sequence, "error", "an audit found that cached blocks were wrong: ask again")
             elif sequence in self.running and sequence.write_from:
                 self._roll_back(sequence, "its cached blocks may be wrong")
             else:
@@ -162,10 +206,10 @@ class Scheduler:
             self.manager.clear(tier)
 
     def _drop_aborted(self) -> None:
-        for queue in (self.waiting, self.running, self.canonical):
+        for queue in (self.waiting, self.running, self.arriving, self.canonical):
             for sequence in [sequence for sequence in queue if sequence.aborted]:
                 queue.remove(sequence)
-                self._end(sequence, "abort")
+                self.end(sequence, "abort")
 
     def _schedule_running(self, step: Step, budget: int) -> int:
         """Decode rows come first in the budget, since users wait for them token by token, with the drafts that a model
@@ -173,6 +217,9 @@ class Scheduler:
 
         Were a younger decode row placed before an older prefill, the two could preempt each other for ever.
         """
+        while self.arriving and len(self.running) < self.max_seqs:
+            self.running.append(self.arriving.pop(0))
+            self.running[-1].state = SequenceState.RUNNING
         counts: dict[Sequence, int] = {}
         kept: dict[Sequence, int] = {}
         for sequence in sorted(self.running, key=lambda member: (member.in_prefill, member.order)):
@@ -199,7 +246,7 @@ class Scheduler:
         """Tokens to verify behind the sequence's last one; none that it could not use, or that would cost another one's
         blocks."""
         start, request = sequence.num_computed, sequence.request
-        if sequence.in_prefill or start + count < len(sequence.tokens):
+        if self.outbound is not None or sequence.in_prefill or start + count < len(sequence.tokens):
             return []
         limit = min(self.drafting.num_tokens, budget, request.max_tokens - sequence.num_generated - 1)
         drafts = self.propose(sequence, limit)
@@ -223,7 +270,7 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, step: Step) -> bool:
         """Free device blocks for a running sequence; False when it has to sit this step out."""
-        if self._let_go():
+        if self.let_go():
             return True
         if self.manager.write_back.pins_device:
             return False  # blocks come back by themselves: nobody has to lose work
@@ -259,10 +306,8 @@ class Scheduler:
         for sequence in list(self.waiting):
             if budget <= 0 or len(self.running) >= self.max_seqs:
                 break
-            while self.manager.num_available < len(self.running) and self._let_go():
-                pass
-            if self.manager.num_available < len(self.running):
-                break  # leave each running sequence the block it will ask for next
+            if not self.leaves_room():
+                break
             if self.manager.is_being_computed(sequence):
                 continue  # it will share those blocks; others behind it may go first
             count = self._place(sequence, budget)
@@ -274,6 +319,12 @@ class Scheduler:
             self._add(step, sequence, count)
             budget -= count
 
+    def leaves_room(self) -> bool:
+        """There are blocks beyond the one that each running sequence will ask for next."""
+        while (room := self.manager.num_available - len(self.running) - len(self.arriving)) < 0 and self.let_go():
+            pass
+        return room >= 0
+
     def _place(self, sequence: Sequence, budget: int) -> int:
         """Allocate a waiting sequence's cached prefix and first chunk; returns the chunk's tokens, 0 without room."""
         while True:
@@ -283,7 +334,7 @@ class Scheduler:
                 return 0
             if self.manager.allocate(sequence, hit + count + self.drafting.ahead):
                 return count
-            if not self._let_go():
+            if not self.let_go():
                 return 0
 
     def _schedule_canonical(self, step: Step) -> None:
@@ -308,7 +359,7 @@ class Scheduler:
             step.plan.prefill.append(tile)
         return step.audit
 
-    def _let_go(self) -> bool:
+    def let_go(self) -> bool:
         """Free device blocks that nobody waits for; False when there are none."""
         if self.auditor.give_up():
             return True
@@ -326,6 +377,9 @@ class Scheduler:
         table, draw, write_from = sequence.block_table(), sequence.num_generated, sequence.write_from
         more = self._fields(sequence, end, sequence.tokens[end] if end < len(sequence.tokens) else -1, len(drafts))
         more["num_proposals"] = proposals
+        push = self.outbound.push(sequence, end) if self.outbound is not None else None
+        if push is not None:
+            step.plan.pushes.append(push)
         if not sequence.in_prefill:
             step.plan.decode.append(
                 DecodeSequence(start, tokens, table, sampling, draw, len(drafts), write_from, **more)
@@ -381,6 +435,8 @@ class Scheduler:
             elif sampled and not sequence.aborted:
                 self._append_all(sequence, sampled, getattr(row, "num_drafts", 0))
                 sequence.drafts = drafts.tolist() if drafts is not None else []
+            if self.outbound is not None and sequence.state is SequenceState.RUNNING:
+                self.outbound.computed(sequence, drawn=bool(sampled) and not sequence.aborted)
 
     def _append_all(self, sequence: Sequence, sampled: list[tuple[int, TokenLogprob | None]], num_drafts: int) -> None:
         """Take the tokens of a step one by one, as if each had had a step of its own: the row of an accepted draft
@@ -416,7 +472,18 @@ class Scheduler:
         for sequence, _ in (*step.prefill, *step.decode):
             queue = self.canonical if sequence.state is SequenceState.CANONICAL else self.running
             queue.remove(sequence)
-            self._end(sequence, "error", message)
+            self.end(sequence, "error", message)
+
+    def take_out(self, sequence: Sequence) -> None:
+        """Compute it no further for now; it keeps its blocks."""
+        queue = self.running if sequence in self.running else self.waiting
+        queue.remove(sequence)
+        sequence.state = SequenceState.REMOTE
+
+    def hand_over(self, sequence: Sequence) -> None:
+        """Another instance goes on with a sequence that was taken out: its blocks are let go of as at an end."""
+        self.auditor.consider(sequence)
+        self.manager.deallocate(sequence)
 
     def _append(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> None:
         request = sequence.request
@@ -459,8 +526,8 @@ class Scheduler:
         self.canonical.remove(sequence)
         self._release(sequence)
 
-    def _end(self, sequence: Sequence, reason: str, error: str | None = None, status: int = 500) -> None:
-        """End an unfinished request; a canonical one has been answered long ago."""
+    def end(self, sequence: Sequence, reason: str, error: str | None = None, status: int = 500) -> None:
+        """End an unfinished request that stands in no queue; a canonical one has been answered long ago."""
         sequence.num_restored = 0  # what it holds may be what made it fail: nothing to audit
         if sequence.state is not SequenceState.CANONICAL:
             del self.sequences[sequence.request.request_id]
@@ -478,9 +545,20 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         sequence.state = SequenceState.FINISHED
+        if self.outbound is not None:
+            self.outbound.released(sequence)
         self.auditor.consider(sequence)
         self._prompt_logprobs.pop(sequence, None)
         self.manager.deallocate(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Another instance has answered it in full."""
+        sequence.state = SequenceState.FINISHED
+        del self.sequences[sequence.request.request_id]
+
+    def output(self, output: RequestOutput) -> None:
+        """Send this with the outputs of the step."""
+        self._outputs.append(output)
 
     def take_outputs(self) -> list[RequestOutput]:
         """Outputs since the last call; the caller sends them."""

@@ -16,12 +16,14 @@ _NOTHING = ints([])
 
 
 class SequenceState(Enum):
-    """Queue a sequence stands in. CANONICAL: answered in full, its decoded blocks wait to be recomputed."""
+    """Queue a sequence stands in. CANONICAL: answered in full, its decoded blocks wait to be recomputed. REMOTE: waits
+    for another instance, or is there."""
 
     PREFETCHING = "prefetching"
     WAITING = "waiting"
     RUNNING = "running"
     CANONICAL = "canonical"
+    REMOTE = "remote"
     FINISHED = "finished"
 
 
@@ -51,6 +53,7 @@ class Sequence:
     tag_decoded: bool  # blocks with decoded tokens get their own hashes (decode_kv_reuse is not as_is)
     types: Types[BlockType] = (BlockType.KV,)
     private: bool = False  # it neither takes from any cache nor leaves anything there
+    remote: bool = False  # another instance computes it: of the caches here only the device's counts
     state: SequenceState = SequenceState.PREFETCHING
     tokens: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)

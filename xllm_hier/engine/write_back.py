@@ -6,10 +6,10 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ..block import BlockType
-from ..plans import BlockMapping, OffloadCopied, OffloadStored, TransferKvBlocks, ints
+from ..plans import BlockMapping, OffloadCopied, OffloadStored, RemoteBlocks, TransferKvBlocks, ints
 from .type_blocks import TypePools
 
 log = logging.getLogger("xllm.engine")
@@ -67,6 +67,9 @@ class Move(Protocol):
     def block_hash(self) -> bytes: ...
 
 
+MappingT = TypeVar("MappingT", BlockMapping, RemoteBlocks)
+
+
 def block_mappings(moves: Iterable[Move]) -> list[BlockMapping]:
     """The plan's form of moves, one mapping for each type among them."""
     by_type: dict[BlockType, list[Move]] = {}
@@ -83,7 +86,7 @@ def block_mappings(moves: Iterable[Move]) -> list[BlockMapping]:
     ]
 
 
-def draft_part(mappings: list[BlockMapping], types: Iterable[str]) -> list[BlockMapping]:
+def draft_part(mappings: list[MappingT], types: Iterable[str]) -> list[MappingT]:
     """Those that the blocks of a draft model follow, which has blocks of `types`."""
     return [mapping for mapping in mappings if mapping.block_type in types]
 
