@@ -521,6 +521,7 @@ class EngineCore:
         if self.links is not None and self.role is not None:
             stats["pd"] = {
                 "role": self.config.instance_role,
+                "address": self.links.address,
                 "peers": self.links.describe(),
                 "push_wait_s": self._push_wait_s,
                 **self.role.stats(),

@@ -175,7 +175,7 @@ class DecodeRole:
     def _on_new(self, peer: str, new: NewRequest) -> None:
         own = dataclasses.replace(new.request, request_id=_key(peer, new.request.request_id))
         problem = self._refusal(own) or (
-            ("the request is known already", 500) if own.request_id in self._requests else None
+            ("what there was of the request is still being ended", 503) if own.request_id in self._requests else None
         )
         if problem is not None:
             self._links.send(peer, Allocated(new.request.request_id, error=problem[0], status=problem[1]))
@@ -265,7 +265,10 @@ class DecodeRole:
         self.num_failed_pulls += bool(errors)
         why = f"a pull failed: {errors[0]}" if errors else request.cancelled
         self._links.send(request.peer, FirstGenerationDone(request.request_id, why))
-        self._end(request, certain=all(answer.certain for answer in request.answers.values()))
+        certain = all(answer.certain for answer in request.answers.values())
+        self._end(request, certain=certain)
+        if not certain:  # when it links again the peer goes on, and with it what may still be written here
+            self._links.lose(request.peer, why)
 
     def _take_over(self, request: _Inbound) -> None:
         sequence, first = request.sequence, request.first
@@ -333,9 +336,10 @@ class DecodeRole:
 
     def _hear_of(self, peer: str, wait_s: float) -> None:
         """What this peer may have been writing has come in so many seconds."""
+        until = time.monotonic() + wait_s
         for held in self._held:
-            if held.peer == peer and held.until is None:
-                held.until = time.monotonic() + wait_s
+            if held.peer == peer:
+                held.until = max(held.until or 0.0, until)
 
     def _release_held(self, settled: bool) -> None:
         now = time.monotonic()

@@ -106,11 +106,12 @@ def allocate(manager: HierarchyBlockManagerPool, sequence: Sequence) -> Places |
     """
     size, known = manager.block_size, len(sequence.tokens)
     end = -(-(known + manager.drafting.ahead) // size)
+    reach = sequence.prompt_length if sequence.tag_decoded else known  # blocks that `publish_filled` counts as published
     found: Places = {}
     lacking: dict[BlockType, list[int]] = {}
     for pools in manager.tables:
         first = pools.rule.needed(known - known % size).start
-        last = known // size if manager.shares(sequence) else 0
+        last = reach // size if manager.shares(sequence) else 0
         there = {n: b for n in range(first, last) if (b := pools.device.find(sequence.hash_of(n))) is not None}
         found[pools.type] = there
         lacking[pools.type] = [n for n in range(first, end) if n not in there]

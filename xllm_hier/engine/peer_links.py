@@ -216,7 +216,7 @@ class PeerLinks:
         if isinstance(message, Hello):
             self._on_hello(sender, address, message)
         elif isinstance(message, Welcome):
-            if peer is not None and not peer.linked:
+            if peer is not None and not peer.linked and peer.line.connected:  # else the way there broke meanwhile
                 self._on_welcome(peer, sender, message)
         elif peer is None or not peer.linked or peer.incarnation != sender:
             if not isinstance(message, Bye):
@@ -316,8 +316,9 @@ class PeerLinks:
     def lose(self, incarnation: str, why: str, *, uncertain: bool = False) -> None:
         """Give a peer up, and tell it; both may link again. `uncertain`: something may still be written there."""
         peer = self.find(incarnation)
+        for one in [peer] if peer is not None else self._asks:  # which of them it was, once it is lost, nobody knows
+            one.uncertain |= uncertain
         if peer is not None:
-            peer.uncertain |= uncertain
             self._send(peer, Bye(why))
             self._lose(peer, why)
 

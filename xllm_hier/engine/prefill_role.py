@@ -239,12 +239,13 @@ class PrefillRole:
         if request is None or request.peer != peer or request.lost or request.phase is not Phase.REMOTE:
             return
         sequence = request.sequence
+        if sequence.aborted:
+            return  # `poll` ends it
         if start != sequence.num_generated:
             request.lost = f"tokens from number {sequence.num_generated} on are missing"
             return
         sequence.tokens.extend(output.token_ids)
-        if not sequence.aborted:
-            self._scheduler.output(output)
+        self._scheduler.output(output)
         if output.finish_reason is not None:
             del self._requests[request.request_id]
             self._scheduler.forget(sequence)
@@ -255,7 +256,9 @@ class PrefillRole:
         """Go on with whatever can go on; no step is under way."""
         self._links.say_hello()
         for request in list(self._requests.values()):
-            if request.lost:
+            if request.sequence.state is SequenceState.CANONICAL:
+                self.released(request.sequence)  # its first tokens were its last: what is left concerns no peer
+            elif request.lost:
                 self._move(request)
             elif request.sequence.aborted:
                 self._abort(request)
