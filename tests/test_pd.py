@@ -19,8 +19,7 @@ from tiny_models import add_head, make
 
 @dataclass(frozen=True)
 class Setup:
-    """A tiny model, its ranks, how blocks travel, and with `drafts` a head of its own. `bytes_alone`: what travels for
-    a prompt that ends behind a block and of which the decode side has all blocks."""
+    """A tiny model, its ranks, how blocks travel, and with `drafts` a head of its own."""
 
     family: str
     tp_size: int
@@ -30,6 +29,7 @@ class Setup:
     changes: dict[str, Any] = field(default_factory=dict)
 
 
+ONE_OF_EACH = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 SETUPS = {
     "llama-PUSH": Setup("llama", 1, "PUSH", torch.bfloat16),
     "llama-PULL-tp2": Setup("llama", 2, "PULL"),
@@ -37,9 +37,8 @@ SETUPS = {
     "windows-PULL": Setup("gemma3", 1, "PULL"),
     "windows alone-PUSH": Setup("mistral", 1, "PUSH", torch.bfloat16),
     "states-PUSH-tp2": Setup("qwen3_next", 2, "PUSH"),
-    "states-PULL": Setup("qwen3_next", 1, "PULL"),
+    "states and their head-PULL": Setup("qwen3_next", 1, "PULL", drafts=3, changes=ONE_OF_EACH),
     "head-PUSH": Setup("qwen3", 1, "PUSH", drafts=3, changes={"num_hidden_layers": 1}),
-    "head-PULL": Setup("qwen3", 1, "PULL", drafts=3, changes={"num_hidden_layers": 1}),
 }
 
 
@@ -70,7 +69,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     flags = [f"--tp_size={setup.tp_size}"]
     drafts = []
     if setup.drafts:
-        add_head(folder, alike=True)
+        add_head(folder, qwen_names=True, alike=True)
         drafts = [f"--num_speculative_tokens={setup.drafts}", "--speculative_algorithm=mtp"]
     with (
         running_store(tmp_path_factory.mktemp("store")) as store,

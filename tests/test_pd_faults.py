@@ -35,6 +35,7 @@ from xllm_hier.errors import ConfigError
 
 MODES = ["PUSH", "PULL"]
 LONG = 400  # tokens: an answer that takes a second or two
+NUM = 8
 SHORT_WAITS = ["--peer_wait_s=2"]
 
 
@@ -211,10 +212,10 @@ def test_what_a_lost_prefill_instance_had_at_a_decode_instance_is_free_again(
     model: Path, expected: Any, mode: str, end: str
 ) -> None:
     with decode_server(model, mode) as decode, contextlib.ExitStack() as stack:
-        prefill = stack.enter_context(prefill_server(model, mode, [address_of(decode)]))
+        prefill = stack.enter_context(prefill_server(model, mode, [address_of(decode)], "--max_tokens_per_batch=16"))
         wait_linked(prefill)
-        streams = [Stream(prefill, prompt_of(seed, 600), 300) for seed in range(6)]
-        wait_for(lambda: phase_count(decode, "generating") and phase_count(decode, "placed"))
+        streams = [Stream(prefill, prompt_of(seed, 600), 300) for seed in range(NUM)]
+        wait_for(lambda: (phases := decode.stats()["pd"]["phases"])["generating"] and phases["placed"], every_s=0.01)
         everybody = [psutil.Process(prefill.process.pid), *prefill.children]
         if end != "kill":
             for process in everybody:
@@ -229,7 +230,7 @@ def test_what_a_lost_prefill_instance_had_at_a_decode_instance_is_free_again(
         for stream in streams:
             stream.end()
         if end == "stop and go on":  # it finds itself given up, and hands everything over anew
-            assert [stream.tokens for stream in streams] == [list(expected(seed, 600, 300)[0]) for seed in range(6)]
+            assert [stream.tokens for stream in streams] == [list(expected(seed, 600, 300)[0]) for seed in range(NUM)]
             wait_at_rest(prefill)
         wait_at_rest(decode)
         assert decode.stats()["pd"]["held"] == 0
@@ -340,6 +341,11 @@ def test_instances_that_do_not_fit_say_what_does_not_and_requests_say_it_too(mod
             {"enable_disagg_pd": True, "instance_role": "PREFILL", "decode_instances": "a:1, a:1"},
             "decode_instances",
             "once",
+        ),
+        (
+            {"enable_disagg_pd": True, "instance_role": "DECODE", "transfer_listen_port": 65530},
+            "transfer_listen_port",
+            "below 65536",
         ),
         ({"peer_timeout_s": 0.6}, "peer_timeout_s", "heart_beat_interval"),
     ],

@@ -46,6 +46,7 @@ MODEL, CACHE, STORE, ENGINE, DISAGG, SERVER, LIMITS = (
     "time limits",
 )
 GIB = 1 << 30
+TRANSFER_PORTS = 8  # for each worker: its Transfer Engine takes two of a range, a direct store client two each time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +265,11 @@ class EngineConfig:
         7777, DISAGG, "port of the control between instances; 0 = a free one, printed at start", low=0, high=65535
     )
     transfer_listen_port: int = _setting(
-        26000, DISAGG, "base port of the transfers; worker r takes port + r; 0 = free ones", low=0, high=65535
+        26000,
+        DISAGG,
+        "base port of the transfers; worker r takes two of the eight from port + 8 r on, at all addresses; 0 = any",
+        low=0,
+        high=65535,
     )
     transfer_protocol: str = _setting(
         "tcp", DISAGG, "of the transfers; a failure of rdma is an error, never tcp", choices=("tcp", "rdma", "ascend")
@@ -351,6 +356,10 @@ class EngineConfig:
             raise ConfigError("decode_instances", self.decode_instances, "each instance once")
         if role == "PREFILL" and not self.decode_instances:
             raise ConfigError("decode_instances", "", "at least one host:port with --instance_role=PREFILL")
+        first, last = self.transfer_listen_port, self.transfer_listen_port + TRANSFER_PORTS * self.tp_size - 1
+        if self.enable_disagg_pd and first and (last > 65535 or (last >= 32768 and first <= 60999)):
+            allowed = f"0, or a port from which {last - first + 1} lie outside of 32768 to 60999 and below 65536"
+            raise ConfigError("transfer_listen_port", first, allowed)
         if self.peer_timeout_s < 2 * self.heart_beat_interval:
             raise ConfigError("peer_timeout_s", self.peer_timeout_s, "at least two heart_beat_interval")
 
@@ -436,8 +445,6 @@ class EngineConfig:
             raise ConfigError("transfer_protocol", "rdma", "tcp on this machine: /sys/class/infiniband has no device")
         if self.disagg_pd_port:
             _check_port_free("disagg_pd_port", self.disagg_pd_host, self.disagg_pd_port)
-        for rank in range(self.tp_size if self.transfer_listen_port else 0):
-            _check_port_free("transfer_listen_port", self.disagg_pd_host, self.transfer_listen_port + rank)
 
     # ------------------------------------------------------------------------------------------- sources
 

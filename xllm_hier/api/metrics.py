@@ -159,6 +159,8 @@ class _EngineCollector(Collector):
             state.add_metric([name], float(name == self._stats.store_state))
         yield state
         yield from _queues(values)
+        if "pd" in values:
+            yield from _pairs(values["pd"])
 
 
 def _counter(name: str, text: str, value: float) -> CounterMetricFamily:
@@ -189,7 +191,7 @@ def _blocks(blocks: dict[str, dict[str, dict[str, int]]]) -> Metric:
 
 
 def _transfers(values: dict[str, Any]) -> Iterator[Metric]:
-    moved = CounterMetricFamily("xllm_transfer_bytes", "bytes moved between tiers", labels=["kind"])
+    moved = CounterMetricFamily("xllm_transfer_bytes", "bytes moved between tiers and instances", labels=["kind"])
     for kind, count in values.get("transfer_bytes", {}).items():
         moved.add_metric([kind], count)
     yield moved
@@ -215,6 +217,27 @@ def _queues(values: dict[str, Any]) -> Iterator[Metric]:
     yield _counter("xllm_steps", "steps of the engine", values.get("steps", 0))
     if "uptime_s" in values:
         yield GaugeMetricFamily("xllm_uptime_seconds", "since the engine's start", value=values["uptime_s"])
+
+
+def _pairs(values: dict[str, Any]) -> Iterator[Metric]:
+    """Of an instance that is one half of a pair."""
+    peers = GaugeMetricFamily("xllm_pd_peers", "other halves by state", labels=["state"])
+    states = [str(state).partition(":")[0] for state in values["peers"].values()]
+    for state in ("linked", "refused", "absent"):
+        peers.add_metric([state], states.count(state))
+    yield peers
+    phases = GaugeMetricFamily("xllm_pd_requests", "requests on their way between instances", labels=["phase"])
+    for phase, count in values["phases"].items():
+        phases.add_metric([phase], count)
+    yield phases
+    for name, text in (
+        ("handed_over", "requests handed over to a decode instance"),
+        ("moved", "requests that left a decode instance for another one"),
+        ("taken_over", "requests taken over from a prefill instance"),
+    ):
+        if name in values:
+            yield _counter(f"xllm_pd_{name}", text, values[name])
+    yield _counter("xllm_pd_push_wait_seconds", "steps waited for their pushes", values["push_wait_s"])
 
 
 _INF = float("inf")

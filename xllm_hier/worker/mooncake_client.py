@@ -1,4 +1,5 @@
-"""The only code that touches the Mooncake library: it makes the library's sharp edges unreachable.
+"""The store client, and with `transfer_engine` the only code that touches the Mooncake library: both make its sharp
+edges unreachable.
 
 Known of wheel 0.3.13 (measured): calls before a successful setup or after close are segmentation faults, close during
 a call is one too; more than 2048 slices in flight to one peer wedge a TCP client for good; rdma without a NIC silently
@@ -42,30 +43,36 @@ os._exit(getattr(store, method)(*arguments) != 0 or store.is_exist("probe") < 0)
 ENDED_READS = frozenset({_MISSING, -703, -600})
 
 
-def set_environment(log_level: str) -> None:
-    """Limits and log level of the library; must run before its first import. What the user has set stays."""
+def set_environment(log_level: str, ports: range = range(0)) -> None:
+    """Limits and log level of the library; must run before its first import. What the user has set stays, but for the
+    `ports` that its listeners may take; empty: those it likes."""
     defaults = {
         "MC_LOG_LEVEL": "WARNING" if log_level in ("debug", "info") else "ERROR",
         "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
         "MC_RPC_TIMEOUT_MS": "5000",
         "MC_TCP_STATUS_TIMEOUT_SEC": "5",
+        "MC_TRANSFER_TIMEOUT": "5",
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    if ports:
+        os.environ["MC_MIN_RPC_PORT"], os.environ["MC_MAX_RPC_PORT"] = str(ports[0]), str(ports[-1])
 
 
-def library(name: str) -> Any:
-    """`mooncake.<name>`. Raises ConfigError that names the extra, or the system library, that is missing."""
+def library(name: str, setting: str = "enable_kvcache_store") -> Any:
+    """`mooncake.<name>`, which `setting` asks for.
+
+    Raises:
+        ConfigError: names the extra, or the system library, that is missing.
+    """
     try:
         return importlib.import_module(f"mooncake.{name}")
     except ModuleNotFoundError as error:
         extras = ", ".join(f"xllm_hier[{extra}]" for extra in ("cpu", "cuda", "npu"))
-        raise ConfigError(
-            "enable_kvcache_store", True, f"with the Mooncake wheel installed: one of {extras}"
-        ) from error
+        raise ConfigError(setting, True, f"with the Mooncake wheel installed: one of {extras}") from error
     except ImportError as error:
         what = f"with its system libraries (apt-get install libibverbs1 libcurl4 libnuma1): {error}"
-        raise ConfigError("enable_kvcache_store", True, what) from error
+        raise ConfigError(setting, True, what) from error
 
 
 def reachable(address: str, timeout_s: float = _CONNECT_S) -> bool:

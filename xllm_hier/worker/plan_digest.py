@@ -6,7 +6,16 @@ from collections.abc import Sequence
 
 import xxhash
 
-from ..plans import BlockMapping, DecodeSequence, Forward, Ints, PrefillSequence, TransferBlocks, TransferKvBlocks
+from ..plans import (
+    BlockMapping,
+    DecodeSequence,
+    Forward,
+    Ints,
+    PrefillSequence,
+    PushBlocks,
+    TransferBlocks,
+    TransferKvBlocks,
+)
 
 
 class PlanDigest:
@@ -28,6 +37,8 @@ class PlanDigest:
                 self._sequence(prompt)
             for generating in plan.decode:
                 self._sequence(generating)
+            for push in plan.pushes:
+                self._push(push)
         else:
             is_load = isinstance(plan, TransferBlocks)
             self._numbers(is_load, plan.batch_id if isinstance(plan, TransferBlocks) else plan.transfer_id)
@@ -56,6 +67,14 @@ class PlanDigest:
             self._numbers(sequence.states.source)
             self._array(sequence.states.positions)
             self._array(sequence.states.blocks)
+
+    def _push(self, push: PushBlocks) -> None:
+        self._digest.update(push.peer.encode())
+        self._numbers(push.push_id, len(push.target_mappings), len(push.draft_mappings))
+        for mapping in (*push.target_mappings, *push.draft_mappings):
+            self._digest.update(mapping.block_type.encode())
+            self._array(mapping.local)
+            self._array(mapping.remote)
 
     def _mapping(self, mapping: BlockMapping) -> None:
         self._digest.update(mapping.block_type.encode())

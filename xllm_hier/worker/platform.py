@@ -10,7 +10,7 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +102,15 @@ class Platform:
         """Wait until the device has done all it was given."""
         if self.name != "cpu":
             self._module.synchronize(self.device)
+
+    def mark(self) -> Callable[[], None]:
+        """Remember what the compute stream has been given so far; the answer waits for its end, from any thread."""
+        if self.name == "cpu":
+            return _ended
+        event = self._module.Event()
+        event.record(self._module.current_stream(self.device))
+        wait: Callable[[], None] = event.synchronize
+        return wait
 
     def free_memory_bytes(self) -> int:
         if self.name == "cpu":
@@ -197,6 +206,10 @@ class Platform:
         if budget > free:
             raise ConfigError("max_cache_size", budget, f"at most {free} bytes (what max_memory_utilization leaves)")
         return budget
+
+
+def _ended() -> None:
+    """On cpu an operator has ended when it returns."""
 
 
 # ------------------------------------------------------------------------------------------- looking for devices

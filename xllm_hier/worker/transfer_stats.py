@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 KINDS = ("g2h", "h2d", "d2h", "h2g")
+PD_KINDS = ("push", "pull")  # to and from a PD peer
 _BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
 class TransferStats:
-    """Counters of one worker; every method may be called from any thread."""
+    """Counters of one worker for some `kinds` of transfers; every method may be called from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: Sequence[str] = KINDS) -> None:
         self._lock = threading.Lock()
-        self._bytes = dict.fromkeys(KINDS, 0)
-        self._counts = {kind: [0] * (len(_BUCKETS_S) + 1) for kind in KINDS}
-        self._seconds = dict.fromkeys(KINDS, 0.0)
+        self._bytes = dict.fromkeys(kinds, 0)
+        self._counts = {kind: [0] * (len(_BUCKETS_S) + 1) for kind in kinds}
+        self._seconds = dict.fromkeys(kinds, 0.0)
         self._failures: dict[tuple[str, str], int] = {}
         self._named: dict[str, int] = {}
 
@@ -58,7 +59,7 @@ class TransferStats:
         """All counters in plain form, as `Call("stats")` answers them."""
         with self._lock:
             histograms = {}
-            for kind in KINDS:
+            for kind in self._counts:
                 total, buckets = 0, []
                 for limit, count in zip((*_BUCKETS_S, float("inf")), self._counts[kind], strict=True):
                     total += count

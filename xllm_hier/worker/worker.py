@@ -30,12 +30,15 @@ from ..plans import (
     Forward,
     ForwardOutput,
     Ints,
+    LinkPeer,
     PrefetchFromStorage,
     ProbeStorage,
+    PullBlocks,
     TransferAck,
     TransferBlocks,
     TransferKvBlocks,
     TypeSizes,
+    UnlinkPeer,
     WorkerCall,
     WorkerReady,
     WorkerResult,
@@ -50,10 +53,13 @@ from .kv_cache_transfer import HierarchyKVCacheTransfer
 from .load import Load
 from .model_runner import ModelOutput, ModelRunner
 from .mooncake_client import set_environment
+from .pd_push import Pushes
+from .pd_transfer import PdTransfer
 from .plan_digest import PlanDigest
 from .platform import Platform
 from .speculation import DraftModel
-from .transfer_stats import TransferStats
+from .transfer_engine import transfer_ports
+from .transfer_stats import KINDS, PD_KINDS, TransferStats
 
 log = logging.getLogger("xllm.worker")
 
@@ -76,7 +82,7 @@ class Worker:
         self._answer_lock = threading.Lock()
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._stop = threading.Event()
-        self.stats = TransferStats()
+        self.stats = TransferStats((*KINDS, *PD_KINDS) if config.enable_disagg_pd else KINDS)
         self.platform = Platform.choose(config, rank)
         self.runner = ModelRunner(config, progress=rank == 0, platform=self.platform, parallel=parallel)
         self.draft = DraftModel.load(config, self.runner, progress=rank == 0)
@@ -109,6 +115,9 @@ class Worker:
         for domain in domains:
             self.transfer.register(domain)
         self.transfer.build(self.num_host_blocks)
+        self.pd: PdTransfer | None = None
+        if config.enable_disagg_pd:
+            self.pd = PdTransfer(config, rank, domains, self.platform, stats=self.stats, answer=self.answer)
         self._digest = PlanDigest()
         self._doing = "nothing"
         self._receiver = threading.Thread(target=self._receive, name="plans", daemon=True)
@@ -154,11 +163,13 @@ class Worker:
                     "store_state": self.transfer.store_state,
                     "host_bytes": self.transfer.host_bytes,
                     "draft": self._draft_details(),
+                    **({"identity": self.runner.identity.text} if self.pd is not None else {}),
                 },
                 [
                     TypeSizes(kind.value, spans[kind], kinds[kind], self.num_host_blocks[kind], self._block_bytes[kind])
                     for kind in kinds
                 ],
+                self.pd.endpoint if self.pd is not None else None,
             )
         )
         self._receiver.start()
@@ -184,6 +195,7 @@ class Worker:
             "max_model_len": runner.max_model_len,
             "schema_hash": layout.schema_hash,
             "block_bytes": layout.payload_bytes,
+            **({"identity": self.draft.identity.text} if self.pd is not None else {}),
         }
 
     def stop(self) -> None:
@@ -193,6 +205,8 @@ class Worker:
         while not self._stop.is_set():
             message = self._plans.receive(POLL_S)
             self.transfer.watch_store()
+            if self.pd is not None:
+                self.pd.watch()
             if message is None:
                 if self._plans.peer_gone():
                     log.info("the engine is gone: stopping")
@@ -203,8 +217,19 @@ class Worker:
                 self.transfer.probe(message)
             elif isinstance(message, WorkerCall):
                 self._on_call(message)
+            elif self.pd is not None and isinstance(message, (LinkPeer, UnlinkPeer, PullBlocks)):
+                self._on_peer(self.pd, message)
             else:
                 self._queue.put(message)
+
+    @staticmethod
+    def _on_peer(pd: PdTransfer, message: LinkPeer | UnlinkPeer | PullBlocks) -> None:
+        if isinstance(message, LinkPeer):
+            pd.link(message)
+        elif isinstance(message, UnlinkPeer):
+            pd.unlink(message.peer)
+        else:
+            pd.pull(message)
 
     def _on_call(self, call: WorkerCall) -> None:
         if call.method == "stop":
@@ -256,18 +281,25 @@ class Worker:
     def _forward(self, plan: Forward) -> ForwardOutput:
         loads = self.transfer.attach_loads()
         waiter = LoadWaiter(loads, self.config.worker_timeout_s)
+        pushes = self.pd.begin(plan.pushes) if self.pd is not None else Pushes.none()
         start = time.perf_counter()
         error: str | None = None
         output, proposals = ModelOutput([], [], []), list[Ints]()
         try:
-            output = self.runner.forward(plan, waiter)
+            output = self.runner.forward(plan, pushes.following(waiter))
+            pushes.target_computed()
             proposals = self.draft.propose(plan, output) if self.draft is not None else []
+            pushes.drafted()
         except Exception as failure:  # the step's requests fail, the instance lives on
             log.exception("step %d failed", plan.step_id)
             error = f"{type(failure).__name__}: {failure}"
+            pushes.fail()
         draft_s = self.draft.going_on_s if self.draft is not None and error is None else 0.0
         failed = waiter.finish()
         unknown = set(plan.batch_ids) - {load.batch_id for load in loads}
+        compute_s = time.perf_counter() - start - waiter.waited_s - draft_s
+        # Half of what the engine waits for an answer: a peer that hangs must not look like a worker that does.
+        failures = pushes.finish(self.config.worker_timeout_s / 2)
         return ForwardOutput(
             plan.step_id,
             self.rank,
@@ -275,13 +307,15 @@ class Worker:
             output.logprobs,
             output.prompt_logprobs,
             sorted({*failed, *unknown}),
-            time.perf_counter() - start - waiter.waited_s - draft_s,
+            compute_s,
             waiter.waited_s,
             error,
             self._digest.view(plan, [load.batch_id for load in loads], self.parallel.calls),
             None if output.num_tokens is None else ints(output.num_tokens),
             proposals,
             draft_s,
+            failures,
+            pushes.waited_s,
         )
 
 
@@ -330,7 +364,7 @@ def run_worker(
 
     Returns the exit code; ends the process at once when a store call is stuck.
     """
-    set_environment(config.log_level)
+    set_environment(config.log_level, transfer_ports(config, rank))
     tqdm.set_lock(threading.RLock())  # its own is a named semaphore, which SIGKILL would leave in /dev/shm
     context: zmq.Context[Any] = zmq.Context()
     plans = Channel(context, addresses[0], bind=False)
@@ -345,7 +379,7 @@ def run_worker(
     except XllmError as error:
         log.error("worker %d ends: %s", rank, error)
         raise
-    if not worker.transfer.close():
+    if not all([worker.transfer.close(), worker.pd is None or worker.pd.close()]):
         os._exit(STUCK_EXIT_CODE)
     worker._receiver.join(2 * POLL_S)
     parallel.leave()
