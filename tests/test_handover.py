@@ -254,7 +254,7 @@ def test_a_block_that_is_not_held_is_never_sent() -> None:
 
 
 def test_a_mapping_that_names_a_type_or_a_number_twice_is_refused() -> None:
-    """D13."""
+    """D13. Nothing of it is used."""
     good = numbered({KV: {0: 5, 1: 6}, SWA: {1: 2}})
     assert places_of(good) == {KV: {0: 5, 1: 6}, SWA: {1: 2}}
     for bad in (
@@ -321,7 +321,7 @@ class Decode:
 
 
 def test_pushed_blocks_are_taken_as_they_are_and_the_request_generates_behind_its_first_token() -> None:
-    """D17."""
+    """D17. Nothing is read, and nothing waits."""
     decode = Decode("PUSH")
     decode.place()
     assert decode.first() == [FirstGenerationDone("r")]
@@ -333,7 +333,7 @@ def test_pushed_blocks_are_taken_as_they_are_and_the_request_generates_behind_it
 
 
 def test_a_pull_reads_all_that_is_lacking_in_one_plan_and_the_request_waits_for_every_rank() -> None:
-    """D11, D17."""
+    """D11, D17. Each type by its own mapping."""
     decode = Decode("PULL", KV, SWA, LINEAR, num_workers=2)
     places = decode.place()
     source = {kind: {number: 40 + number for number in found} for kind, found in places.items()}

@@ -4,7 +4,7 @@ Theirs have windows beside two kinds of compressed blocks of 512 and 16384 token
 multiple of the largest block. All of our types number their blocks alike, so a hit is a multiple of the one block size.
 A block that has slid out of the window is HOLE in the table, where theirs is id 0 or -1.
 
-Not here: what concerns the roles of disaggregated prefill and decode (T7, T31, and H37 in part).
+What concerns the roles of prefill and decode instances (T7, T31) is in test_handover.py.
 """
 
 from __future__ import annotations

@@ -435,10 +435,31 @@ class EngineConfig:
             raise ConfigError("store_protocol", "rdma", "tcp on this machine: /sys/class/infiniband has no device")
         if self.enable_disagg_pd:
             self._check_disagg_environment()
+        for socket_ in self.take_store_endpoints():
+            socket_.close()
+
+    def take_store_endpoints(self) -> list[socket.socket]:
+        """Bound sockets, not listening, that keep the endpoints of direct store clients from other instances of this
+        machine while they are open: with P2PHANDSHAKE the library uses them as names only, and would not notice.
+
+        Raises:
+            ConfigError: one of the range is taken.
+        """
+        taken: list[socket.socket] = []
         if self.enable_kvcache_store and not self.embedded_store and not self.store_client_address:
             host, port = split_address(self.store_local_hostname)
-            for rank in range(self.tp_size):
-                _check_port_free("store_local_hostname", host, port + rank)
+            try:
+                for rank in range(self.tp_size):
+                    taken.append(_take_port("store_local_hostname", host, port + rank))
+            except ConfigError:
+                for other in taken:
+                    other.close()
+                raise
+        if self.store_metadata_server != "P2PHANDSHAKE":  # the library binds them itself
+            for other in taken:
+                other.close()
+            taken.clear()
+        return taken
 
     def _check_disagg_environment(self) -> None:
         if self.transfer_protocol == "rdma" and not _has_rdma():
@@ -553,13 +574,19 @@ def _check_model_folder(name: str, value: str) -> None:
 
 
 def _check_port_free(name: str, host: str, port: int) -> None:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(name, f"{host}:{port}", f"an address that can be bound ({error.strerror})") from None
+    _take_port(name, host, port, reuse=True).close()
+
+
+def _take_port(name: str, host: str, port: int, *, reuse: bool = False) -> socket.socket:
+    """A socket bound there; `reuse` counts connections of an earlier owner that linger as nothing."""
+    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
+    try:
+        found.bind((host, port))
+    except OSError as error:
+        found.close()
+        raise ConfigError(name, f"{host}:{port}", f"an address that can be bound ({error.strerror})") from None
+    return found
 
 
 def _check_device(name: str) -> None:

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -158,6 +159,7 @@ class Instance:
         self._run_dir: Path | None = None
         self._meeting: Path | None = None  # of the present processes: sockets and files of those before are not seen
         self._starts = 0
+        self._endpoints: list[socket.socket] = []
         self._stopping = False  # a plain word: the lock of an event may be held when a signal comes
         self._poll_lock = threading.Lock()
 
@@ -190,6 +192,7 @@ class Instance:
             ConfigError: a child found that a setting cannot be used.
         """
         _sweep_run_dirs()
+        self._endpoints = self.config.take_store_endpoints()
         self._run_dir = Path(tempfile.mkdtemp(prefix=f"{_RUN_DIR_PREFIX}{os.getpid()}-"))
         try:
             self._start_processes()
@@ -327,6 +330,8 @@ class Instance:
             self._store = None
         if self._run_dir is not None:
             shutil.rmtree(self._run_dir, ignore_errors=True)
+        for endpoint in self._endpoints:
+            endpoint.close()
 
     def _end_processes(self, *, graceful: bool) -> None:
         with self._poll_lock:
