@@ -67,13 +67,13 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder: Path = tmp_path_factory.mktemp("model") / setup.family
     make(folder, setup.family, setup.dtype, **setup.changes)
     flags = [f"--tp_size={setup.tp_size}"]
-    drafts = []
+    more = [] if setup.family == "mistral" else ["--audit_rate=2"]
     if setup.drafts:
         add_head(folder, qwen_names=True, alike=True)
-        drafts = [f"--num_speculative_tokens={setup.drafts}", "--speculative_algorithm=mtp"]
+        more += [f"--num_speculative_tokens={setup.drafts}", "--speculative_algorithm=mtp"]
     with (
         running_store(tmp_path_factory.mktemp("store")) as store,
-        running_pair(folder, setup.mode, *flags, *drafts, *store_flags(store)) as (prefill, decode),
+        running_pair(folder, setup.mode, *flags, *more, *store_flags(store)) as (prefill, decode),
         Server(folder, *COMMON, *flags, "--enable_prefix_cache=false") as fused,
     ):
         yield Pair(setup, prefill, decode, fused)
@@ -214,6 +214,17 @@ def test_a_stop_token_that_comes_first_ends_it_where_it_was_computed(pair: Pair)
 def test_the_decode_side_takes_no_requests_of_its_own(pair: Pair) -> None:
     with pytest.raises(BadRequestError, match="PREFILL"):
         pair.decode.ask([3, 4, 5])
+
+
+def test_what_was_sent_is_what_the_decode_side_would_have_computed(pair: Pair) -> None:
+    """The audit computes prompts again there, in idle time, and compares bit for bit."""
+    if pair.setup.family == "mistral":
+        pytest.skip("of sliding windows alone no prefix is kept that could be compared")
+    for number in range(4):
+        pair.prefill.ask(prompt_of(300 + number, 70), 3)
+    wait_at_rest(pair.prefill, pair.decode)
+    audits = pair.decode.stats()["audits"]
+    assert audits["equal"] > 0 and audits["different"] == audits["rounding"] == 0
 
 
 def test_metrics_and_health_tell_of_the_other_half(pair: Pair) -> None:

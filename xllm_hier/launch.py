@@ -201,13 +201,17 @@ class Instance:
             raise
 
     def restart(self) -> None:
-        """End what is left of the processes and bring them up again, on the same port and around the same store.
+        """End what is left of the processes and bring them up again, on the same ports and around the same store.
 
         Raises:
             StartupError, ConfigError: as `start`; the embedded store then still runs, for another try or for `stop`.
         """
         if self._with_api and any(child.name == "api" and child.info for child in self._children):
             self.config = dataclasses.replace(self.config, port=self.port)
+        engine = next((child.info for child in self._children if child.name == "engine" and child.info), None)
+        if engine is not None and engine["pd_address"]:
+            port = int(engine["pd_address"].rpartition(":")[2])
+            self.config = dataclasses.replace(self.config, disagg_pd_port=port)
         try:
             self._end_processes(graceful=False)
             self._start_processes()
