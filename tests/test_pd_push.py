@@ -106,6 +106,23 @@ def test_a_layer_is_read_once_its_group_is_computed_and_the_drafts_once_it_has_d
     assert gated[0].calls == 5, "one call for each group, and one for the draft"
 
 
+def test_groups_that_wait_for_a_call_go_together(sides: Callable[..., Side], gated: list[GatedEngine]) -> None:
+    """Of seven layers the first group is being written when all others are computed: one more call."""
+    side = sides(seven_layers())
+    side.know(named(side, "peer"))
+    gate = gated[0].shut["peer"] = threading.Event()
+    begun = side.pd.begin([kv_push([1, 2], [3, 4])])
+    forward = begun.following(lambda layer: None)
+    for layer in range(3):
+        forward(layer)
+    assert gated[0].begun.wait(LIMIT_S)
+    begun.target_computed()
+    begun.drafted()
+    gate.set()
+    assert begun.finish(LIMIT_S) == []
+    assert [place for _, place in gated[0].written] == list(range(LAYERS)) and gated[0].calls == 2
+
+
 def test_a_failed_forward_writes_nothing_more_and_waits_for_what_is_under_way(
     sides: Callable[..., Side], gated: list[GatedEngine]
 ) -> None:
@@ -114,9 +131,11 @@ def test_a_failed_forward_writes_nothing_more_and_waits_for_what_is_under_way(
     gate = gated[0].shut["peer"] = threading.Event()
     begun = side.pd.begin([with_draft(kv_push([1, 2], [3, 4], 8))])
     forward = begun.following(lambda layer: None)
-    for layer in range(5):
+    for layer in range(3):
         forward(layer)
     assert gated[0].begun.wait(LIMIT_S)
+    for layer in range(3, 5):
+        forward(layer)
     begun.fail()
     threading.Timer(0.2, gate.set).start()
     assert begun.finish(LIMIT_S) == [PushFailure(8, "the forward failed", True)]

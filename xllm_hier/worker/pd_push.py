@@ -8,6 +8,7 @@ The forward's thread tells how far it is, the thread of `PeerCalls` follows::
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -135,20 +136,24 @@ class Pushes:
         nothing = Pieces.joined([])
         if not all(self._write(call, peer, nothing) for peer in self._peers):  # while the first layers are computed
             return
-        for stage in self._stages:
-            stage.ready.wait()
+        left = self._stages
+        while left:
+            left[0].ready.wait()
+            stages = list(itertools.takewhile(lambda stage: stage.ready.is_set(), left))  # fewer calls when late
+            left = left[len(stages) :]
             if self._over is None:
-                stage.wait()
+                stages[-1].wait()
             for peer in self._peers:
-                for part in self._pieces(peer, stage).calls():
+                for part in self._pieces(peer, stages).calls():
                     if not self._write(call, peer, part):
                         return
         self._ended.set()
 
-    def _pieces(self, peer: Peer, stage: _Stage) -> Pieces:
-        """What a peer gets of one stage."""
+    def _pieces(self, peer: Peer, stages: Sequence[_Stage]) -> Pieces:
+        """What a peer gets of some stages."""
         pushes = [push for push in self._pushes if push.peer is peer and push.problem is None]
-        return Pieces.joined([blocks.pieces(stage.layers) for push in pushes for blocks in push.blocks[stage.role]])
+        blocks = [(stage, each) for stage in stages for push in pushes for each in push.blocks[stage.role]]
+        return Pieces.joined([each.pieces(stage.layers) for stage, each in blocks])
 
     def _write(self, call: Call, peer: Peer, pieces: Pieces) -> bool:
         """Write to a peer, unless moves to it or all have failed before; False: the call was left behind."""
