@@ -27,6 +27,7 @@ from xllm_hier.peer_plans import (
     FirstGenerationDone,
     NewRequest,
     NumberedBlocks,
+    Release,
 )
 from xllm_hier.plans import AddRequest, Forward, PullBlocks, PullDone, SamplingSpec, TransferBlocks, TypeSizes, ints
 
@@ -344,6 +345,8 @@ def test_a_pull_reads_all_that_is_lacking_in_one_plan_and_the_request_waits_for_
     }
     assert decode.hear(PullDone(pull.pull_id, 0)) == [] and not decode.scheduler.arriving
     assert decode.hear(PullDone(pull.pull_id, 1)) == [FirstGenerationDone("r")]
+    assert not decode.scheduler.arriving, "the source may have been let go of while it was read"
+    assert decode.hear(Release("r")) == []
     assert len(decode.scheduler.arriving) == 1
 
 

@@ -877,7 +877,8 @@ def test_every_row_of_the_list_names_tests_that_exist_or_says_why_there_is_none(
 
 
 @pytest.mark.parametrize(
-    ("file", "at_least", "may_be_our_own"), [("test_laws.py", 30, False), ("test_typed_laws.py", 20, True), ("test_handover.py", 7, True)]
+    ("file", "at_least", "may_be_our_own"),
+    [("test_laws.py", 30, False), ("test_typed_laws.py", 20, True), ("test_handover.py", 7, True)],
 )
 def test_every_test_stands_in_the_rows_of_the_laws_it_claims(file: str, at_least: int, may_be_our_own: bool) -> None:
     held = {law: text for laws, text in listed_laws() for law in laws}

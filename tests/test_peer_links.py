@@ -211,6 +211,26 @@ def test_the_end_of_a_process_is_noticed_at_once_on_either_side_and_the_next_one
     assert cluster.events[again][-1].peer == prefill.incarnation
 
 
+def test_who_is_at_a_lost_peers_address_is_told_as_the_same_or_another(cluster: Cluster) -> None:
+    """A line that broke says nothing of the process behind it; one that answers again may be the one that was lost."""
+    decode = cluster.decode()
+    port = free_port()
+    prefill = cluster._add("PREFILL", decode.address, port, {})
+    cluster.linked(prefill, decode)
+    first = prefill.incarnation
+    cluster.kill(prefill)
+    cluster.until(lambda: cluster.events[decode][-1].gone)
+    silent: zmq.Socket[Any] = cluster.context.socket(zmq.ROUTER)
+    silent.bind(f"tcp://127.0.0.1:{port}")
+    cluster.until(lambda: cluster.events[decode][-1].answers)
+    assert cluster.events[decode][-1].peer == first
+    silent.close(0)
+    cluster.until(lambda: cluster.events[decode][-1].gone)
+    again = cluster._add("PREFILL", decode.address, port, {})
+    cluster.linked(again, decode)
+    assert [event.gone for event in cluster.events[decode] if event.peer == first][-1], "another says hello from there"
+
+
 def test_the_silent_are_lost_and_linked_again_when_they_speak(cluster: Cluster) -> None:
     decode = cluster.decode()
     prefill = cluster.prefill(decode)
@@ -295,7 +315,8 @@ def test_a_port_that_is_taken_is_an_error_that_names_it(cluster: Cluster) -> Non
         cluster.decode(decode.port)
 
 
-def test_lines_to_those_that_came_and_went_are_forgotten(cluster: Cluster) -> None:
+def test_lines_to_those_that_came_and_went_are_forgotten(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_links, "_FORGET_S", 0.0)
     decode = cluster.decode()
     prefill = cluster.prefill(decode)
     cluster.linked(prefill, decode)

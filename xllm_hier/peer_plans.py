@@ -8,6 +8,7 @@ They travel in an envelope that says which version of them it holds (`engine/pee
     ... forwards, PUSH of those blocks ...
     FirstGeneration ------------------------>            the new token (PULL: and where the blocks lie)
                     <------------------------ FirstGenerationDone
+    Release ----------------------------->              PULL: what was read counts
                     <------------------------ Tokens ... until a finish reason
     Cancel  -------------------------------->            at any time, from either side
 """
@@ -112,10 +113,19 @@ class FirstGeneration:
 
 @dataclass(frozen=True)
 class FirstGenerationDone:
-    """The request generates now; or `error`, and nothing of it is left at the decode instance."""
+    """PUSH: the request generates now. PULL: all is read, and it generates when Release comes. Or `error`: nothing is
+    left of it at the decode instance."""
 
     request_id: str
     error: str | None = None
+
+
+@dataclass(frozen=True)
+class Release:
+    """PULL: the source was kept until FirstGenerationDone came, so what was read of it counts, and is let go of now. A
+    prefill instance that had given the other up before lets go without a word."""
+
+    request_id: str
 
 
 @dataclass(frozen=True)

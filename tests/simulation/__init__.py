@@ -11,4 +11,13 @@ oracle.py      what a request can be spared at the most
 world.py       one engine, its ranks, its clients; turn by turn or by script
 invariants.py  what holds after every turn, and at the end
 scripts.py     scripts: replayed, drawn at random, shrunk
+
+Prefill and decode instances, several of them on one clock:
+
+processes.py   the clock of several processes, and their turns
+network.py     what stands in for ZeroMQ between their links
+moving.py      blocks on their way between the ranks of two instances
+instance.py    one instance, as a world with peers
+cluster.py     all of them, killed, stopped, cut off
+pd_scripts.py  their scripts
 """

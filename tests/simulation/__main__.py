@@ -7,18 +7,25 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
-from .scripts import FAMILIES, draw, failure_of, shrink
+from . import pd_scripts, scripts
+
+
+def same_failure(kit: Any, kind: str) -> Callable[[Any], bool]:
+    """Says whether a script fails in this way."""
+    return lambda script: (kit.failure_of(script) or "").startswith(kind)
 
 
 def main() -> int:
     first, last, *families = [word for word in sys.argv[1:] if word != "--first"]
     failed = 0
-    for family in families or FAMILIES:
-        start = time.perf_counter()
+    for family in families or [*scripts.FAMILIES, *pd_scripts.PD_FAMILIES]:
+        start, kit = time.perf_counter(), pd_scripts if family in pd_scripts.PD_FAMILIES else scripts
         for seed in range(int(first), int(last)):
-            script = draw(family, seed)
-            problem = failure_of(script)
+            script: Any = kit.draw(family, seed)
+            problem = kit.failure_of(script)
             if problem is None:
                 continue
             failed += 1
@@ -26,8 +33,8 @@ def main() -> int:
                 print(f"{family}, seed {seed}: {problem}")
                 return 1
             kind = problem.partition(":")[0]
-            small = shrink(script, lambda other, kind=kind: (failure_of(other) or "").startswith(kind), 300)
-            print(f"{family}, seed {seed}: {failure_of(small)}\n{small}\n", flush=True)
+            small: Any = kit.shrink(script, same_failure(kit, kind), 300)
+            print(f"{family}, seed {seed}: {kit.failure_of(small)}\n{small}\n", flush=True)
             if failed >= 5:
                 return 1
         print(f"{family}: {(time.perf_counter() - start) / (int(last) - int(first)) * 1000:.1f} ms each", flush=True)

@@ -38,7 +38,8 @@ def check_after_turn(world: World) -> None:
 def sequences_of(world: World) -> list[Sequence]:
     """All that hold, or may hold, blocks."""
     scheduler = world.scheduler
-    return [*scheduler.prefetching, *scheduler.waiting, *scheduler.running, *scheduler.canonical]
+    queues = scheduler.prefetching, scheduler.waiting, scheduler.running, scheduler.arriving, scheduler.canonical
+    return [*(sequence for queue in queues for sequence in queue), *world.elsewhere()]
 
 
 # ------------------------------------------------------------------------------------------------------- I1
@@ -156,7 +157,7 @@ def check_sequences(world: World) -> None:
     everybody = sequences_of(world)
     assert len({id(sequence) for sequence in everybody}) == len(everybody), "a request stands in two queues"
     open_ones = {id(sequence) for sequence in scheduler.sequences.values()}
-    assert open_ones == {id(s) for s in everybody} - {id(s) for s in scheduler.canonical}
+    assert open_ones == {id(s) for s in everybody} - {id(s) for s in (*scheduler.canonical, *world.not_begun())}
     for sequence in (*scheduler.prefetching, *scheduler.waiting):
         kept = [*sequence.live_states, *(x for held in sequence.held.values() for x in (*held.blocks, *held.targets))]
         assert not kept, "a request that waits holds device blocks"

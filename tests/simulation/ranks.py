@@ -27,17 +27,22 @@ from xllm_hier.plans import (
     CompareBlocks,
     Forward,
     ForwardOutput,
+    LinkPeer,
     OffloadCopied,
     OffloadStored,
     PrefetchAnswer,
     PrefetchFromStorage,
     ProbeAnswer,
     ProbeStorage,
+    PullBlocks,
+    PushFailure,
     TokenLogprob,
     TransferAck,
     TransferBlocks,
+    TransferEndpoint,
     TransferKvBlocks,
     TypeSizes,
+    UnlinkPeer,
     WorkerCall,
     WorkerReady,
     WorkerResult,
@@ -55,6 +60,7 @@ from .contents import (
     is_right,
 )
 from .domains import Claims, Domain, Object, is_named
+from .moving import Mover
 from .rows import Drawn, Origin, Row, drawn_from, hashes_of, rows_of
 from .timeline import Line, Timeline
 from .touched import (
@@ -133,7 +139,12 @@ class Ranks:
         seed: int,
         origin_of: Callable[[Row], Origin],
         is_published: Callable[[BlockType, int], bool],
+        name: str = "",
+        sessions: dict[str, Rank] | None = None,
     ) -> None:
+        """`name` of the instance, and how ranks of all instances are reached; None: there are no others."""
+        self.name = name
+        self.sessions = sessions
         self.timeline = timeline
         self.contents = contents
         self.model = model
@@ -289,6 +300,9 @@ class Rank:
         self.plans = Line(self._receive)
         self.answers = Line(lambda _: None)
         self.deaf = False
+        self.stopped = False
+        self.when_continued: list[Callable[[], None]] = []
+        self.mover = Mover(self, all_ranks.sessions if all_ranks.sessions is not None else {})
         self.attached = all_ranks.store
         self.num_loaded, self.load_s = 0, 0.0
         self._queue: deque[Any] = deque()
@@ -317,8 +331,19 @@ class Rank:
                 BLOCK_BYTES,
                 details,
                 list(model.sizes),
+                self._endpoint(),
             )
         )
+
+    @property
+    def name(self) -> str:
+        return f"{self.all.name} rank {self.number}"
+
+    def _endpoint(self) -> TransferEndpoint | None:
+        if self.all.sessions is None:
+            return None
+        self.all.sessions[self.name] = self
+        return TransferEndpoint(self.number, self.name, [])
 
     @property
     def busy(self) -> bool:
@@ -345,10 +370,28 @@ class Rank:
         self.fall_silent()
         self.plans.gone = self.answers.gone = True
 
+    def go_on(self) -> None:
+        """After `stopped`: all that would have happened since then happens now, in order."""
+        self.stopped = False
+        waiting, self.when_continued = self.when_continued, []
+        for work in waiting:
+            work()
+
     # ------------------------------------------------------------------------------------- what takes time
+
+    def later(self, delay_s: float, work: Callable[[], None]) -> None:
+        """Do something after a while, unless the process has ended, and not while it is stopped."""
+        self._later(delay_s, work)
+
+    def answer(self, kind: str, message: Any) -> None:
+        """Send an answer of a thread of its own."""
+        self._answer(kind, message)
 
     def _later(self, delay_s: float, work: Callable[[], None]) -> None:
         def happen() -> None:
+            if self.stopped and not self.deaf:
+                self.when_continued.append(happen)
+                return
             self._num_waiting -= 1
             if not self.deaf:
                 work()
@@ -403,10 +446,19 @@ class Rank:
     def _receive(self, message: Any) -> None:
         if self.number == 0:
             self.all.sent.append(message)
-        if self.deaf:
+        if isinstance(message, Forward) and not self.deaf:
+            self.all.rows(message)  # now, while its block tables are those of this step
+        self._take(message)
+
+    def _take(self, message: Any) -> None:
+        if self.stopped and not self.deaf:
+            self.when_continued.append(lambda: self._take(message))
+        if self.deaf or self.stopped:
             return
         if isinstance(message, WorkerCall):
             self._on_call(message)
+        elif isinstance(message, (LinkPeer, UnlinkPeer, PullBlocks)):
+            self.mover.receive(message)
         elif isinstance(message, PrefetchFromStorage):
             self.all.check_read(message)
             for domain in self._kept_of(BlockType(message.block_type)):
@@ -417,8 +469,6 @@ class Rank:
             self._submit("read", lambda: partial(self._probe, message))
         else:
             self._num_plans += 1
-            if isinstance(message, Forward):
-                self.all.rows(message)  # now, while its block tables are those of this step
             self._queue.append(message)
             self._advance()
 
@@ -541,7 +591,13 @@ class Rank:
             for claims, blocks in written:
                 for block in blocks:
                     claims.end_write(block)
-            self._answer("forward", self._outcome(plan, rows, loads, seconds, fails=fails))
+            outcome = self._outcome(plan, rows, loads, seconds, fails=fails)
+            pushed = plan.pushes if not fails or self.all.dice.random() < 0.5 else []
+            self.mover.push(pushed, lambda failures: finish(outcome, failures))
+
+        def finish(outcome: ForwardOutput, failures: list[PushFailure]) -> None:
+            outcome.failed_pushes.extend(failures)
+            self._answer("forward", outcome)
             self._forward = None
             self._advance()
 

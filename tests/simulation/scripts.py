@@ -97,20 +97,26 @@ def failure_of(script: Script) -> str | None:
 
 
 def shrink(script: Script, fails: Callable[[Script], bool], most_runs: int = 2000) -> Script:
-    """Leave out events, first many at once, then one by one, for as long as the script still fails."""
-    events, runs = list(script.events), 0
+    """Leave out events for as long as the script still fails."""
+    left = shrink_events(script.events, lambda events: fails(replace(script, events=events)), most_runs)
+    return replace(script, events=left)
+
+
+def shrink_events(events: list[Event], fail: Callable[[list[Event]], bool], most_runs: int) -> list[Event]:
+    """Leave out events, first many at once, then one by one, for as long as those left still fail."""
+    events, runs = list(events), 0
     step = max(1, len(events) // 2)
     while True:
         start, smaller = 0, False
         while start < len(events) and runs < most_runs:
             left = events[:start] + events[start + step :]
             runs += 1
-            if fails(replace(script, events=left)):
+            if fail(left):
                 events, smaller = left, True
             else:
                 start += step
         if runs >= most_runs or (step == 1 and not smaller):
-            return replace(script, events=events)
+            return events
         step = max(1, step // 2)
 
 

@@ -47,14 +47,18 @@ class Timeline:
         assert self.now < self.latest, "something waits for ever"
         self._look()
         while not any(line.inbox for line in lines) and self._events and self._events[0][0] <= end:
-            time, _, work = heapq.heappop(self._events)
-            self.now = max(self.now, time)
-            work()
+            self.next_event()
             self._look()
         ready = [line for line in lines if line.inbox]
         if not ready:
             self.now = max(self.now, end)
         return ready
+
+    def next_event(self) -> None:
+        """Let the event that is next happen."""
+        time, _, work = heapq.heappop(self._events)
+        self.now = max(self.now, time)
+        work()
 
     def _look(self) -> None:
         for watcher in list(self._watchers):

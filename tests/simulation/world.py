@@ -29,6 +29,7 @@ from xllm_hier.plans import (
     SamplingSpec,
     StepOutputs,
     TypeSizes,
+    WorkerReady,
     ints,
 )
 
@@ -36,7 +37,7 @@ from . import invariants
 from .contents import DRAFT, POISON, Contents, Part
 from .domains import Object
 from .oracle import HitOracle
-from .ranks import BLOCK_BYTES, Model, Ranks
+from .ranks import BLOCK_BYTES, Model, Rank, Ranks
 from .rows import Origin, Row
 from .timeline import Line, Timeline
 
@@ -110,6 +111,16 @@ class Settings:
         strides = {kind: stride for kind, stride in strides.items() if stride and BlockType(kind) in self.kinds}
         return Model(tuple(sizes), strides, self.scan, self.longest or 10**6)
 
+    def contents(self) -> Contents:
+        return Contents(
+            self.block_size,
+            self.num_ranks,
+            replicated=self.replicated,
+            decode_path="P" if self.decode_kv_reuse == "as_is" else "D",
+            draft=self.draft,
+            types=self.kinds,
+        )
+
     def config(self) -> EngineConfig:
         return EngineConfig(
             model="tiny",
@@ -158,17 +169,20 @@ class Asked:
 class World:
     """`turn` lets the engine go round its loop once and checks all that has to hold then."""
 
-    def __init__(self, settings: Settings | None = None, **changes: Any) -> None:
+    def __init__(
+        self,
+        settings: Settings | None = None,
+        *,
+        timeline: Timeline | None = None,
+        contents: Contents | None = None,
+        name: str = "",
+        sessions: dict[str, Rank] | None = None,
+        **changes: Any,
+    ) -> None:
+        """The last four are given where several instances share them; see `Ranks`."""
         self.settings = one = settings or Settings(**changes)
-        self.timeline = Timeline(one.tick_s)
-        self.contents = Contents(
-            one.block_size,
-            one.num_ranks,
-            replicated=one.replicated,
-            decode_path="P" if one.decode_kv_reuse == "as_is" else "D",
-            draft=one.draft,
-            types=one.kinds,
-        )
+        self.timeline = timeline or Timeline(one.tick_s)
+        self.contents = contents or one.contents()
         self.ranks = Ranks(
             self.timeline,
             self.contents,
@@ -179,6 +193,8 @@ class World:
             seed=one.seed,
             origin_of=self._origin_of,
             is_published=lambda kind, block: self.manager.pools[kind].device._state[block] is BlockState.READY,
+            name=name,
+            sessions=sessions,
         )
         self.asked: dict[str, Asked] = {}
         self.answered_calls: dict[int, CallResult] = {}
@@ -192,7 +208,7 @@ class World:
             for rank in self.ranks.ranks:
                 rank.announce()
             ready = self.workers.wait_ready(1.0)
-            self.core = EngineCore(one.config(), self.api, self.workers, ready)  # type: ignore[arg-type]
+            self.core = self._new_core(ready)
         self.manager, self.scheduler = self.core.manager, self.core.scheduler
         if not one.draft:
             self.scheduler.propose = self._drafts
@@ -206,6 +222,17 @@ class World:
         self._watch_preemptions()
         if one.draft:
             self._watch_canonical()
+
+    def _new_core(self, ready: list[WorkerReady]) -> EngineCore:
+        return EngineCore(self.settings.config(), self.api, self.workers, ready)  # type: ignore[arg-type]
+
+    def elsewhere(self) -> list[Sequence]:
+        """Sequences that stand in no queue, and may hold blocks."""
+        return []
+
+    def not_begun(self) -> list[Sequence]:
+        """Those of them that the scheduler does not know yet, or no more."""
+        return []
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -288,8 +315,11 @@ class World:
                 return Origin(sequence.request.cache_salt, sequence.tokens, end)
         audit = self.scheduler.auditor._audit
         if audit is not None and audit.again.device_blocks == row.table:
-            return Origin(self.asked[audit.request_id].salt, audit.again.tokens, audit.again.prompt_length)
+            return Origin(self.salt_of(audit.request_id), audit.again.tokens, audit.again.prompt_length)
         raise AssertionError(f"no sequence has the blocks {row.table or row.window}")
+
+    def salt_of(self, request_id: str) -> str:
+        return self.asked[request_id].salt
 
     # ----------------------------------------------------------------------------------------------- clients
 
@@ -367,17 +397,21 @@ class World:
     def _judge_end(self, name: str, asked: Asked, output: RequestOutput) -> None:
         """Is this an end that such a request may have?"""
         if output.error is not None:
-            allowed = {
-                500: bool(self.ranks.num_failed_forwards),
-                503: bool(self.ranks.doom) or self.draining,
-                429: self.settings.max_open < len(self.asked),
-                400: not asked.fits,
-            }
+            allowed = self._allowed_errors(asked)
             assert allowed[output.error_status], f"{name} ends with {output.error_status}: {output.error}"
         elif output.finish_reason == "abort":
             assert asked.aborted, f"{name} was not aborted"
         else:
             assert asked.tokens == asked.answer, f"{name} ends after {asked.tokens} of {asked.answer}"
+
+    def _allowed_errors(self, asked: Asked) -> dict[int, bool]:
+        """By HTTP status."""
+        return {
+            500: bool(self.ranks.num_failed_forwards),
+            503: bool(self.ranks.doom) or self.draining,
+            429: self.settings.max_open < len(self.asked),
+            400: not asked.fits,
+        }
 
     # ----------------------------------------------------------------------------------------------- time
 

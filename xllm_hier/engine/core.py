@@ -270,11 +270,12 @@ class EngineCore:
 
     def _receive(self, timeout_s: float) -> None:
         """Handle every message that is there; wait up to `timeout_s` for the first."""
+        answers = self.workers.receive(timeout_s, also=self._also)
         self._looked_at, before = time.monotonic(), self._looked_at
-        if self._looked_at - before > AWAY_S:
+        if self._looked_at - before > AWAY_S:  # also within this wait
             self._back_at = self._looked_at
             self.workers.forgive()
-        for answer in self.workers.receive(timeout_s, also=self._also):
+        for answer in answers:
             self._on_worker(answer)
         self._listen_to_peers()
         for rank, state in self.workers.take_states():

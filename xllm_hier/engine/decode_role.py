@@ -28,6 +28,7 @@ from ..peer_plans import (
     FirstGenerationDone,
     Heartbeat,
     NewRequest,
+    Release,
     Tokens,
 )
 from ..plans import AddRequest, LinkPeer, PullBlocks, PullDone, RemoteBlocks, RequestOutput, UnlinkPeer, ints
@@ -52,6 +53,7 @@ class Phase(Enum):
     QUEUED = "queued"
     PLACED = "placed"
     PULLING = "pulling"
+    READ = "read"
     RUNNING = "generating"
 
 
@@ -60,7 +62,7 @@ class _Inbound:
     """One request of `peer`, which calls it `request_id`; here it has a `key` of its own, as names may meet.
 
     `places` are the blocks that are filled from there. `answers` of the ranks to the pull; `cancelled`: the peer does
-    not want it any more.
+    not want it any more; `orphaned`: that one's process has ended.
     """
 
     peer: str
@@ -72,6 +74,7 @@ class _Inbound:
     pull_id: int = 0
     answers: dict[int, PullDone] = field(default_factory=dict)
     cancelled: str = ""
+    orphaned: bool = False
     num_sent: int = 0
 
     @property
@@ -151,6 +154,8 @@ class DecodeRole:
             elif event.linked is not None:
                 self._manager.link.broadcast(LinkPeer(event.peer, event.linked.endpoints))
                 self._hear_of(event.peer, LATE_WRITES_S if event.linked.uncertain or self._mode == "PULL" else 0.0)
+            elif event.answers:
+                self._doubt_the_end_of(event.peer)
             elif event.message is None:
                 self._on_lost(event)
             else:
@@ -166,6 +171,9 @@ class DecodeRole:
         request = self._requests.get(_key(peer, str(getattr(message, "request_id", ""))))
         if isinstance(message, FirstGeneration):
             self._on_first(peer, request, message)
+        elif isinstance(message, Release):
+            if request is not None and request.phase is Phase.READ:
+                self._take_over(request)
         elif isinstance(message, Cancel):
             if request is not None:
                 self._cancel(request, message.why or "cancelled")
@@ -174,9 +182,9 @@ class DecodeRole:
 
     def _on_new(self, peer: str, new: NewRequest) -> None:
         own = dataclasses.replace(new.request, request_id=_key(peer, new.request.request_id))
-        problem = self._refusal(own) or (
-            ("what there was of the request is still being ended", 503) if own.request_id in self._requests else None
-        )
+        problem: tuple[str, int] | None = ("what there was of the request is still being ended", 503)
+        if own.request_id not in self._requests:
+            problem = self._refusal(own)
         if problem is not None:
             self._links.send(peer, Allocated(new.request.request_id, error=problem[0], status=problem[1]))
             return
@@ -214,6 +222,7 @@ class DecodeRole:
         request.first = first
         if first.mode == "PUSH":
             self._take_over(request)
+            self._links.send(peer, FirstGenerationDone(request.request_id))
         else:
             self._pull(request, first)
 
@@ -260,14 +269,17 @@ class DecodeRole:
         del self._by_pull[done.pull_id]
         errors = [answer.error for answer in request.answers.values() if answer.error is not None]
         if not errors and not request.cancelled:
-            self._take_over(request)
+            request.phase = Phase.READ
+            self._links.send(request.peer, FirstGenerationDone(request.request_id))
             return
         self.num_failed_pulls += bool(errors)
         why = f"a pull failed: {errors[0]}" if errors else request.cancelled
         self._links.send(request.peer, FirstGenerationDone(request.request_id, why))
         certain = all(answer.certain for answer in request.answers.values())
         self._end(request, certain=certain)
-        if not certain:  # when it links again the peer goes on, and with it what may still be written here
+        if request.orphaned:
+            self._hear_of(request.peer, LATE_WRITES_S)
+        elif not certain:  # when it links again the peer goes on, and with it what may still be written here
             self._links.lose(request.peer, why)
 
     def _take_over(self, request: _Inbound) -> None:
@@ -282,7 +294,6 @@ class DecodeRole:
         request.phase = Phase.RUNNING
         self._scheduler.adopt(sequence)
         self.num_taken += 1
-        self._links.send(request.peer, FirstGenerationDone(request.request_id))
 
     def deliver(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """Send the outputs of peers' requests to them; returns the others."""
@@ -317,6 +328,7 @@ class DecodeRole:
     def _on_lost(self, event: PeerEvent) -> None:
         self._manager.link.broadcast(UnlinkPeer(event.peer))
         for request in [request for request in self._requests.values() if request.peer == event.peer]:
+            request.orphaned |= event.gone
             if request.phase is Phase.PLACED:
                 self._end(request, certain=self._mode == "PULL")
             else:
@@ -340,6 +352,15 @@ class DecodeRole:
         for held in self._held:
             if held.peer == peer:
                 held.until = max(held.until or 0.0, until)
+
+    def _doubt_the_end_of(self, peer: str) -> None:
+        """Somebody is at its address: perhaps only the way to it was broken, and it will go on to write."""
+        for held in self._held:
+            if held.peer == peer:
+                held.until = None
+        for request in self._requests.values():
+            if request.peer == peer:
+                request.orphaned = False
 
     def _release_held(self, settled: bool) -> None:
         now = time.monotonic()

@@ -106,7 +106,8 @@ def allocate(manager: HierarchyBlockManagerPool, sequence: Sequence) -> Places |
     """
     size, known = manager.block_size, len(sequence.tokens)
     end = -(-(known + manager.drafting.ahead) // size)
-    reach = sequence.prompt_length if sequence.tag_decoded else known  # blocks that `publish_filled` counts as published
+    # Only blocks that `publish_filled` counts as published may be found.
+    reach = sequence.prompt_length if sequence.tag_decoded else known
     found: Places = {}
     lacking: dict[BlockType, list[int]] = {}
     for pools in manager.tables:

@@ -28,6 +28,7 @@ log = logging.getLogger("xllm.peers")
 
 HELLO_AGAIN_S = 1.0  # after a refusal or a loss, while the peer's address answers
 _ANSWER_LIMIT_S = 5.0  # for a Welcome
+_FORGET_S = 60.0  # after its limit, who came and went: so long the way to it may be broken
 _KEEPALIVE_S = 5  # a machine that is gone closes nothing: its silence on the wire does
 _LONGEST_MESSAGE = 256 << 20
 
@@ -94,19 +95,22 @@ class Peer:
     heard: float = field(default_factory=_now)
     hello_at: float = 0.0  # when to say Hello next
     owes_welcome: bool = False
+    former: str = ""  # the incarnation before, which may or may not have ended
     uncertain: bool = False  # a transfer to it ran past its limit since the last Hello
 
 
 @dataclass(frozen=True)
 class PeerEvent:
     """Something that concerns the incarnation `peer`: a `message`, or without one that it is `linked` now, or lost and
-    `why`. `gone`: its process has ended, as far as its machine can be heard of; so it may be lost twice."""
+    `why`. `gone`: its process has ended, or the way to it is broken; so it may be lost twice. `answers`: somebody is at
+    its address again, perhaps still itself, standing still."""
 
     peer: str
     message: Any = None
     linked: Peer | None = None
     why: str = ""
     gone: bool = False
+    answers: bool = False
 
 
 class PeerLinks:
@@ -259,6 +263,9 @@ class PeerLinks:
         peer = self._peer_at(address)
         if peer.linked:  # it begins anew; another incarnation has its address only after the end of the first
             self._lose(peer, "it says hello again", gone=peer.incarnation != sender)
+        if peer.former and peer.former != sender:
+            self._events.append(PeerEvent(peer.former, why="another process has its address", gone=True))
+        peer.former = ""
         peer.incarnation, peer.uncertain = sender, hello.uncertain
         self._learn(peer, hello)
         peer.refused = f"instance_role: it is {self._role}" if self._role != "DECODE" else ""
@@ -309,8 +316,8 @@ class PeerLinks:
         if peer.linked:
             log.warning("lost the instance at %s: %s", peer.address, why)
             self._events.append(PeerEvent(peer.incarnation, why=why, gone=gone))
-        elif gone and peer.incarnation:
-            self._events.append(PeerEvent(peer.incarnation, why=why, gone=True))
+        elif gone and (peer.incarnation or peer.former):
+            self._events.append(PeerEvent(peer.incarnation or peer.former, why=why, gone=True))
         peer.linked, peer.hello_at = False, _now() + HELLO_AGAIN_S
 
     def lose(self, incarnation: str, why: str, *, uncertain: bool = False) -> None:
@@ -330,9 +337,12 @@ class PeerLinks:
         for peer in list(self._peers.values()):
             for connected in peer.line.news():
                 if not connected:
-                    self._lose(peer, "its process has ended", gone=True)
-                    peer.incarnation, peer.refused = "", ""
-                elif peer.owes_welcome:
+                    self._lose(peer, "its process has ended, or the way to it is broken", gone=True)
+                    peer.former, peer.incarnation, peer.refused = peer.incarnation or peer.former, "", ""
+                    continue
+                if peer.former:
+                    self._events.append(PeerEvent(peer.former, why="its address answers again", answers=True))
+                if peer.owes_welcome:
                     self._welcome(peer)
                 else:
                     peer.hello_at = now
@@ -357,7 +367,7 @@ class PeerLinks:
     def _forget_strangers(self) -> None:
         """Lines to peers that came by themselves and are gone: nobody needs them."""
         for address, peer in list(self._peers.items()):
-            idle = not peer.linked and not peer.line.connected and _now() - peer.heard > self._limit_s
+            idle = not peer.linked and not peer.line.connected and _now() - peer.heard > self._limit_s + _FORGET_S
             if idle and peer not in self._asks:
                 peer.line.close()
                 del self._peers[address]

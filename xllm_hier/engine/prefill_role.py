@@ -27,6 +27,7 @@ from ..peer_plans import (
     FirstGenerationDone,
     Heartbeat,
     NewRequest,
+    Release,
     Tokens,
 )
 from ..plans import LinkPeer, PullDone, PushBlocks, PushFailure, RequestOutput, UnlinkPeer, ints
@@ -179,6 +180,8 @@ class PrefillRole:
         message = event.message
         if event.linked is not None:
             self._manager.link.broadcast(LinkPeer(event.peer, event.linked.endpoints))
+        elif event.answers:
+            pass  # nobody writes here
         elif message is None:
             self._manager.link.broadcast(UnlinkPeer(event.peer))
             for concerned in self._requests.values():
@@ -230,6 +233,8 @@ class PrefillRole:
             request.avoid.add(request.peer)
             request.lost = message.error
             return
+        if self._mode == "PULL":
+            self._links.send(request.peer, Release(request.request_id))
         request.phase, request.handover = Phase.REMOTE, None
         self._scheduler.hand_over(request.sequence)
         self.num_handed += 1

@@ -483,6 +483,7 @@ class Scheduler:
     def hand_over(self, sequence: Sequence) -> None:
         """Another instance goes on with a sequence that was taken out: its blocks are let go of as at an end."""
         self.auditor.consider(sequence)
+        self._prompt_logprobs.pop(sequence, None)
         self.manager.deallocate(sequence)
 
     def _append(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> None:
