@@ -38,6 +38,7 @@ SIZES = (16 << 10, 64 << 10, 256 << 10, 1 << 20)
 SMALL = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": 8192}
 PD: dict[str, Any] = {"enable_disagg_pd": True, "disagg_pd_port": 0, "transfer_listen_port": 0}
 ONE: dict[str, Any] = {"num_threads": 1, "max_cache_size": 256 << 20, "max_tokens_per_batch": 512, "block_size": 64}
+SHARED = {"max_tokens_per_chunk_for_prefill": 384}  # a long prompt leaves some of each step to short ones
 
 # ------------------------------------------------------------------------------------------- 1. transfer
 
@@ -215,8 +216,8 @@ def mixed(model: Path, seconds: float, long_tokens: int, rounds: int) -> dict[st
     """Medians over rounds in which a pair and two instances that do both take turns."""
     runs: dict[str, list[dict[str, float]]] = {"prefill + decode": [], "two that do both": []}
     with contextlib.ExitStack() as stack:
-        prefill, _ = stack.enter_context(pair(model, "PUSH", **ONE))
-        fused = [stack.enter_context(serving(model, **ONE)) for _ in range(2)]
+        prefill, _ = stack.enter_context(pair(model, "PUSH", **ONE, **SHARED))
+        fused = [stack.enter_context(serving(model, **ONE, **SHARED)) for _ in range(2)]
         for number in range(rounds):
             for name, clients in (("prefill + decode", [prefill]), ("two that do both", fused)):
                 runs[name].append(Load(clients, seconds, long_tokens, f"{name} {number}").figures())
