@@ -196,7 +196,10 @@ class DecodeRole:
         self._requests[own.request_id] = _Inbound(peer, new.request.request_id, sequence)
 
     def _place_queued(self) -> None:
-        """First come, first served; who would be sent what another request here is getting waits for that."""
+        """First come, first served; who would be sent what another request here is getting waits for that, and all wait
+        for those that were preempted here."""
+        if self._scheduler.waiting:
+            return
         queued = [request for request in self._requests.values() if request.phase is Phase.QUEUED]
         for request in sorted(queued, key=lambda waiting: waiting.sequence.order):
             if self._manager.is_being_computed(request.sequence):

@@ -14,6 +14,7 @@ as after a preemption, and the tokens that follow are those that would have foll
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -268,23 +269,21 @@ class PrefillRole:
             elif request.sequence.aborted:
                 self._abort(request)
         asked: dict[str, list[NewRequest]] = {}
+        burdens = Counter(request.peer for request in self._requests.values())
         for request in self._requests.values():
-            if request.seeks:
-                self._seek(request, asked)
+            if request.seeks and request.pause.passed():
+                self._seek(request, asked, burdens)
         for peer, requests in asked.items():
             self._links.send(peer, AddNewRequests(requests))
         for late in [request for request in self._requests.values() if request.seeks and request.deadline.passed()]:
             why = "; ".join(self._links.refusals) or "none is there, or none has room"
             self._scheduler.end(late.sequence, "error", f"no decode instance takes the request: {why}", 503)
 
-    def _seek(self, request: _Outbound, asked: dict[str, list[NewRequest]]) -> None:
-        """Ask the decode instance with the fewest open requests, those on the way there counted."""
-        if not request.pause.passed():
-            return
-        ours = [other.peer for other in self._requests.values()]
+    def _seek(self, request: _Outbound, asked: dict[str, list[NewRequest]], burdens: Counter[str]) -> None:
+        """Ask the decode instance with the fewest open requests, `burdens` being ours by peer."""
 
         def burden(peer: Peer) -> int:
-            return max(peer.load.num_open, ours.count(peer.incarnation))
+            return max(peer.load.num_open, burdens[peer.incarnation])
 
         peers = [peer for peer in self._links.linked if peer.incarnation not in request.avoid]
         if not peers:
@@ -293,6 +292,7 @@ class PrefillRole:
             return
         sequence = request.sequence
         request.peer, request.phase = min(peers, key=burden).incarnation, Phase.ASKED
+        burdens[request.peer] += 1
         generated = ints(sequence.tokens[sequence.prompt_length :])
         asked.setdefault(request.peer, []).append(NewRequest(sequence.request, generated))
 
