@@ -19,13 +19,13 @@ from tiny_models import add_head, make
 
 @dataclass(frozen=True)
 class Setup:
-    """A tiny model, its ranks, how blocks travel, and with `drafts` a head of its own."""
+    """A tiny model, its ranks, how blocks travel, and who drafts: its own `head`, `ngram`, or a model of a family."""
 
     family: str
     tp_size: int
     mode: str
     dtype: torch.dtype = torch.float32
-    drafts: int = 0
+    draft: str = ""
     changes: dict[str, Any] = field(default_factory=dict)
 
 
@@ -34,11 +34,11 @@ SETUPS = {
     "llama-PUSH": Setup("llama", 1, "PUSH", torch.bfloat16),
     "llama-PULL-tp2": Setup("llama", 2, "PULL"),
     "latents-PUSH-tp2": Setup("deepseek_v3", 2, "PUSH", torch.bfloat16),
-    "windows-PULL": Setup("gemma3", 1, "PULL"),
+    "windows-PULL": Setup("gemma3", 1, "PULL", draft="ngram"),
     "windows alone-PUSH": Setup("mistral", 1, "PUSH", torch.bfloat16),
     "states-PUSH-tp2": Setup("qwen3_next", 2, "PUSH"),
-    "states and their head-PULL": Setup("qwen3_next", 1, "PULL", drafts=3, changes=ONE_OF_EACH),
-    "head-PUSH": Setup("qwen3", 1, "PUSH", drafts=3, changes={"num_hidden_layers": 1}),
+    "states and their head-PULL": Setup("qwen3_next", 1, "PULL", draft="head", changes=ONE_OF_EACH),
+    "a draft with latents-PUSH": Setup("llama", 1, "PUSH", draft="deepseek_v2"),
 }
 
 
@@ -68,9 +68,14 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     make(folder, setup.family, setup.dtype, **setup.changes)
     flags = [f"--tp_size={setup.tp_size}"]
     more = [] if setup.family == "mistral" else ["--audit_rate=2"]
-    if setup.drafts:
+    if setup.draft == "head":
         add_head(folder, qwen_names=True, alike=True)
-        more += [f"--num_speculative_tokens={setup.drafts}", "--speculative_algorithm=mtp"]
+        more += ["--num_speculative_tokens=3", "--speculative_algorithm=mtp"]
+    elif setup.draft == "ngram":
+        more += ["--num_speculative_tokens=3", "--speculative_algorithm=ngram"]
+    elif setup.draft:
+        draft = make(folder.with_name("draft"), setup.draft)
+        more += ["--num_speculative_tokens=3", "--speculative_algorithm=draft_model", f"--draft_model={draft}"]
     with (
         running_store(tmp_path_factory.mktemp("store")) as store,
         running_pair(folder, setup.mode, *flags, *more, *store_flags(store)) as (prefill, decode),
@@ -123,7 +128,7 @@ def test_any_k_of_the_blocks_may_be_there_and_only_the_others_travel(pair: Pair)
         assert pair.prefill.ask(prompt, 12).bits == expected, count
         sizes[count] = moved_bytes(pair.prefill, pair.decode) - before
     assert sizes[0] > 0 and sorted(sizes.values(), reverse=True) == list(sizes.values())
-    if pair.setup.family in ("llama", "deepseek_v3"):  # full attention alone: all blocks alike
+    if pair.setup.family in ("llama", "deepseek_v3") and not pair.setup.draft:  # full attention alone: all blocks alike
         assert [sizes[0] * (6 - count) // 6 for count in sizes] == list(sizes.values())
 
 
