@@ -416,10 +416,10 @@ def test_a_lost_prefill_instance_leaves_its_blocks_with_nobody_until_its_writes_
     assert decode.manager.device.num_pinned == 5, "it may still go on where it stopped"
     decode.hear(PeerEvent("p", why="its process has ended", gone=True))
     assert decode.manager.device.num_pinned == 5
-    now[0] += 16
+    now[0] += 21
     decode.role.poll(settled=False)
     assert decode.manager.device.num_pinned == 5, "this process was away: what came meanwhile comes now"
-    now[0] += 16
+    now[0] += 21
     decode.hear()
     assert decode.manager.device.num_pinned == 0
     decode.manager.check()

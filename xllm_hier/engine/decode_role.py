@@ -41,8 +41,10 @@ from .write_back import draft_part
 log = logging.getLogger("xllm.peers")
 
 # A call that ran past its limit, or a process that was killed, may have bytes on the wire. A worker ends a call after
-# five seconds, notices its engine's end in a fifth of one, and is killed six seconds later if it does not end.
+# five seconds, notices its engine's end in a fifth of one, and is killed six seconds later if it does not end. An
+# instance that does not hear that it was given up begins calls until it takes the silence for a loss.
 LATE_WRITES_S = 15.0
+_LAST_CALL_S = 10.0
 
 Refusal = Callable[[AddRequest], tuple[str, int] | None]
 
@@ -99,6 +101,7 @@ class DecodeRole:
 
     def __init__(self, config: EngineConfig, scheduler: Scheduler, links: PeerLinks, refusal: Refusal) -> None:
         self._mode = config.kv_cache_transfer_mode
+        self._late_s = max(LATE_WRITES_S, config.peer_timeout_s + _LAST_CALL_S)
         self._scheduler = scheduler
         self._manager = scheduler.manager
         self._links = links
@@ -153,7 +156,7 @@ class DecodeRole:
                 self._on_pull_done(event)
             elif event.linked is not None:
                 self._manager.link.broadcast(LinkPeer(event.peer, event.linked.endpoints))
-                self._hear_of(event.peer, LATE_WRITES_S if event.linked.uncertain or self._mode == "PULL" else 0.0)
+                self._hear_of(event.peer, self._late_s if event.linked.uncertain or self._mode == "PULL" else 0.0)
             elif event.answers:
                 self._doubt_the_end_of(event.peer)
             elif event.message is None:
@@ -281,7 +284,7 @@ class DecodeRole:
         certain = all(answer.certain for answer in request.answers.values())
         self._end(request, certain=certain)
         if request.orphaned:
-            self._hear_of(request.peer, LATE_WRITES_S)
+            self._hear_of(request.peer, self._late_s)
         elif not certain:  # when it links again the peer goes on, and with it what may still be written here
             self._links.lose(request.peer, why)
 
@@ -337,7 +340,7 @@ class DecodeRole:
             else:
                 self._cancel(request, event.why)
         if event.gone:
-            self._hear_of(event.peer, LATE_WRITES_S)
+            self._hear_of(event.peer, self._late_s)
 
     def _end(self, request: _Inbound, *, certain: bool = True) -> None:
         """Its blocks are free, or are held where something may still be written to them."""
@@ -369,7 +372,7 @@ class DecodeRole:
         now = time.monotonic()
         for held in list(self._held):
             if held.until is not None and not settled:
-                held.until = max(held.until, now + LATE_WRITES_S)
+                held.until = max(held.until, now + self._late_s)
             if held.until is not None and now >= held.until:
                 self._held.remove(held)
                 self._manager.deallocate(held.sequence)
