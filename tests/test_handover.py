@@ -5,7 +5,9 @@ Blocks of four tokens; a prompt of 18 has four full blocks and two tokens in a f
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,19 +19,33 @@ from xllm_hier.engine.decode_role import DecodeRole
 from xllm_hier.engine.drafts import Drafting
 from xllm_hier.engine.handover import Handover, Places, allocate, num_shared, numbered, places_of, take_over
 from xllm_hier.engine.peer_links import PeerEvent
+from xllm_hier.engine.prefill_role import PrefillRole
 from xllm_hier.engine.scheduler import Scheduler
 from xllm_hier.engine.sequence import Sequence
 from xllm_hier.errors import InvariantError
 from xllm_hier.peer_plans import (
     AddNewRequests,
     Allocated,
+    Cancel,
     FirstGeneration,
     FirstGenerationDone,
+    Heartbeat,
     NewRequest,
     NumberedBlocks,
     Release,
 )
-from xllm_hier.plans import AddRequest, Forward, PullBlocks, PullDone, SamplingSpec, TransferBlocks, TypeSizes, ints
+from xllm_hier.plans import (
+    AddRequest,
+    Forward,
+    ForwardOutput,
+    PullBlocks,
+    PullDone,
+    PushFailure,
+    SamplingSpec,
+    TransferBlocks,
+    TypeSizes,
+    ints,
+)
 
 SIZE = 4
 PROMPT = [number % 50 for number in range(1, 19)]
@@ -274,9 +290,14 @@ def test_a_mapping_that_names_a_type_or_a_number_twice_is_refused() -> None:
 class Links:
     """Takes what is said to peers."""
 
-    def __init__(self) -> None:
+    def __init__(self, *incarnations: str) -> None:
         self.said: list[Any] = []
         self.lost: list[str] = []
+        self.refusals: list[str] = []
+        self.linked = [SimpleNamespace(incarnation=name, load=Heartbeat(0, 0, 0)) for name in incarnations]
+
+    def say_hello(self) -> None:
+        pass
 
     def send(self, _peer: str, message: Any) -> None:
         self.said.append(message)
@@ -430,3 +451,58 @@ def test_what_is_read_is_nobody_elses_business_when_its_source_is_lost() -> None
     decode.place()
     decode.hear(PeerEvent("p", why="no sign of life"))
     assert decode.manager.device.num_pinned == 0
+
+
+# ------------------------------------------------------------------------------------------ the prefill role
+
+
+class Prefill:
+    """A prefill role whose one request is placed at `d`, and the step that computes and sends it."""
+
+    def __init__(self) -> None:
+        config = EngineConfig(model="x", enable_disagg_pd=True, instance_role="PREFILL", decode_instances="127.0.0.1:1")
+        self.scheduler = Scheduler(books(), max_tokens=64, max_seqs=8, chunk_tokens=64)
+        self.links = Links("d")
+        self.role = PrefillRole(config, self.scheduler, self.links)  # type: ignore[arg-type]
+        self.scheduler.add_request(AddRequest("r", ints(PROMPT), SamplingSpec(), 5))
+        self.role.poll()
+        (asked,) = self.links.said
+        assert isinstance(asked, AddNewRequests) and not self.scheduler.waiting, "not before it has a place"
+        places = numbered({KV: {number: 40 + number for number in range(5)}})
+        self.role.on_event(PeerEvent("d", Allocated("r", places)))
+        step = self.scheduler.schedule()
+        assert step is not None
+        (self.push,) = step.plan.pushes
+        self.step = step
+        self.links.said.clear()
+
+
+@pytest.mark.parametrize(("certain", "lost"), [(True, []), (False, ["d"])])
+def test_a_forward_that_failed_is_no_fault_of_the_peers_unless_something_may_still_be_written(
+    certain: bool, lost: list[str]
+) -> None:
+    prefill = Prefill()
+    assert prefill.push.peer == "d" and prefill.push.target_mappings[0].remote.tolist() == [40, 41, 42, 43, 44]
+    prefill.role.pushes_ended([PushFailure(prefill.push.push_id, "the forward failed", certain)], void=True)
+    prefill.scheduler.fail_step(prefill.step, "boom")
+    assert prefill.links.lost == lost
+    assert prefill.links.said == [Cancel("r", "it is over")]
+    (output,) = prefill.scheduler.take_outputs()
+    assert (output.finish_reason, output.error) == ("error", "boom")
+
+
+def test_a_push_that_failed_gives_the_peer_up_and_its_requests_seek_another_place() -> None:
+    prefill = Prefill()
+    prefill.role.pushes_ended([PushFailure(prefill.push.push_id, "refused", True)], void=False)
+    assert prefill.links.lost == ["d"]
+    prefill.links.linked.clear()
+    output = ForwardOutput(prefill.step.plan.step_id, 0, ints([7]), [None], [], [], 0.1, 0.0)
+    prefill.scheduler.finish(prefill.step, output)
+    prefill.role.poll()
+    assert not prefill.scheduler.running and not prefill.scheduler.waiting
+    prefill.links.linked.append(SimpleNamespace(incarnation="e", load=Heartbeat(0, 0, 0)))
+    prefill.links.said.clear()
+    time.sleep(0.11)  # a pause between two looks around
+    prefill.role.poll()
+    (asked,) = prefill.links.said
+    assert asked.requests[0].generated.tolist() == [7], "what was generated is not asked for again"

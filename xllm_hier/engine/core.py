@@ -210,7 +210,7 @@ class EngineCore:
         self._draft_s += output.draft_s
         self._push_wait_s += output.push_wait_s
         if isinstance(self.role, PrefillRole):
-            self.role.pushes_ended(output.failed_pushes)
+            self.role.pushes_ended(output.failed_pushes, void=output.error is not None)
         if output.error is None:
             prompt_tokens = sum(len(row.token_ids) for row in step.plan.prefill)
             generated = sum(len(row.token_ids) for row in step.plan.decode)

@@ -144,11 +144,12 @@ class PrefillRole:
         draft = draft_part(blocks, drafting.types if drafting.by_model else ())
         return PushBlocks(push_id, request.peer, blocks, draft)
 
-    def pushes_ended(self, failures: list[PushFailure]) -> None:
+    def pushes_ended(self, failures: list[PushFailure], *, void: bool) -> None:
         """The step's answer has come; called before the scheduler takes it. A peer that cannot be written to is given
-        up, and its requests with it."""
+        up, and its requests with it. In a step that is `void`, as its forward failed, it is no fault of a peer's that
+        nothing was written."""
         by_push, self._by_push = self._by_push, {}
-        for failure in failures:
+        for failure in [failure for failure in failures if not (void and failure.certain)]:
             request = by_push[failure.push_id]
             request.lost = f"a push failed: {failure.error}"
             self._links.lose(request.peer, request.lost, uncertain=not failure.certain)
