@@ -82,8 +82,8 @@ def blocks_are_free_as_soon_as_their_request_is_over(
     END(role, request, certain=certain or True)
 
 
-def a_failed_push_is_as_good_as_another(role: PrefillRole, _: list[PushFailure]) -> None:
-    PUSHES_ENDED(role, [])
+def a_failed_push_is_as_good_as_another(role: PrefillRole, _: list[PushFailure], *, void: bool) -> None:
+    PUSHES_ENDED(role, [], void=void)
 
 
 def a_step_is_answered_before_its_pushes_have_ended(
@@ -128,9 +128,9 @@ def what_is_handed_over_is_free_at_once(role: PrefillRole, sequence: Sequence, *
 
 
 def another_decode_instance_begins_from_the_prompt(
-    role: PrefillRole, request: _Outbound, asked: dict[str, list[NewRequest]]
+    role: PrefillRole, request: _Outbound, asked: dict[str, list[NewRequest]], burdens: Counter[str]
 ) -> None:
-    SEEK(role, request, asked)
+    SEEK(role, request, asked, burdens)
     for requests in asked.values():
         requests[:] = [replace(new, generated=new.generated[:0]) for new in requests]
 
