@@ -16,6 +16,7 @@ PACKAGE = ROOT / "xllm_hier"
 # One floor a line, the lowest first; a module may import modules of lower floors, and of its own floor within a folder.
 FLOORS = [
     ["errors"],
+    ["machine", "settings"],
     ["block", "hashing", "config"],
     ["store_key", "plans", "host_memory"],
     ["peer_plans"],
@@ -41,7 +42,7 @@ FLOORS = [
         "engine.prefill_role",
         "engine.decode_role",
     ],
-    ["engine.remote_worker", "engine.core"],
+    ["engine.rank_views", "engine.remote_worker", "engine.core"],
     ["worker"],
     ["api.engine_client", "api.sampling", "api.output", "api.tokenizer", "api.refusal"],
     ["api"],

@@ -1,40 +1,29 @@
 """Every setting once: type, unit, default, help and check; command line, config file, environment all come from here.
 
-Names are xLLM's. Order of precedence: command line, environment (`XLLM_<NAME>`), config file (JSON or YAML), default.
-A bad setting is a ConfigError with its name, its value and what is allowed, before any process starts.
+Names are xLLM's. A bad one is a ConfigError with its name, its value and what is allowed, before any process starts.
 """
 
 from __future__ import annotations
 
-import argparse
-import ctypes
 import dataclasses
-import importlib.util
-import json
-import math
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from .errors import ConfigError
-
-
-def _setting(
-    default: Any,
-    group: str,
-    text: str,
-    *,
-    unit: str = "",
-    choices: Sequence[str] = (),
-    low: float | None = None,
-    high: float | None = None,
-) -> Any:
-    meta = {"group": group, "help": text, "unit": unit, "choices": tuple(choices), "low": low, "high": high}
-    return field(default=default, metadata=meta)
-
+from .machine import (
+    check_address,
+    check_device,
+    check_model_folder,
+    check_port_free,
+    has_rdma,
+    split_address,
+    take_port,
+)
+from .settings import check_value, read_sources, setting
 
 MODEL, CACHE, STORE, ENGINE, DISAGG, SERVER, LIMITS = (
     "model",
@@ -57,45 +46,45 @@ class EngineConfig:
         ConfigError: a value is out of its range, or two settings contradict each other.
     """
 
-    model: str = _setting("", MODEL, "Hugging Face model folder (config.json, *.safetensors); empty = the demo model")
-    model_id: str = _setting("", MODEL, "name space of the store keys; empty = last part of the model path")
-    tokenizer: str = _setting("", MODEL, "folder of the tokenizer; empty = the model folder")
-    dtype: str = _setting("auto", MODEL, "of weights and KV", choices=("auto", "float32", "bfloat16", "float16"))
-    device: str = _setting("auto", MODEL, "where the model runs", choices=("auto", "cpu", "cuda", "npu"))
-    model_impl: str = _setting(
+    model: str = setting("", MODEL, "Hugging Face model folder (config.json, *.safetensors); empty = the demo model")
+    model_id: str = setting("", MODEL, "name space of the store keys; empty = last part of the model path")
+    tokenizer: str = setting("", MODEL, "folder of the tokenizer; empty = the model folder")
+    dtype: str = setting("auto", MODEL, "of weights and KV", choices=("auto", "float32", "bfloat16", "float16"))
+    device: str = setting("auto", MODEL, "where the model runs", choices=("auto", "cpu", "cuda", "npu"))
+    model_impl: str = setting(
         "auto",
         MODEL,
         "own = our decoder layer, hf = transformers' modelling code with our attention, auto = own where it exists",
         choices=("auto", "own", "hf"),
     )
-    tp_size: int = _setting(
+    tp_size: int = setting(
         1, MODEL, "tensor parallel workers, one device each (on cpu they share the cores)", low=1, high=1024
     )
-    max_model_len: int = _setting(0, MODEL, "longest prompt plus output; 0 = the model's", unit="tokens", low=0)
+    max_model_len: int = setting(0, MODEL, "longest prompt plus output; 0 = the model's", unit="tokens", low=0)
 
-    enable_prefix_cache: bool = _setting(True, CACHE, "reuse KV of equal prefixes")
-    block_size: int = _setting(
+    enable_prefix_cache: bool = setting(True, CACHE, "reuse KV of equal prefixes")
+    block_size: int = setting(
         0, CACHE, "tokens per block; 0 = 32 on cpu, 128 on npu, 256 on cuda", unit="tokens", low=0
     )
-    max_cache_size: int = _setting(0, CACHE, "device cache of each worker; 0 = from free memory", unit="bytes", low=0)
-    max_memory_utilization: float = _setting(
+    max_cache_size: int = setting(0, CACHE, "device cache of each worker; 0 = from free memory", unit="bytes", low=0)
+    max_memory_utilization: float = setting(
         0.8,
         CACHE,
         "share of free memory that all caches together may take when max_cache_size is 0",
         low=0.01,
         high=0.99,
     )
-    cache_layout: str = _setting(
+    cache_layout: str = setting(
         "auto",
         CACHE,
         "auto = layers with a sliding window have blocks of their own, of which a sequence keeps its window; flat = "
         "all attention layers share one kind of block",
         choices=("auto", "flat"),
     )
-    swa_blocks_factor: float = _setting(
+    swa_blocks_factor: float = setting(
         0.5, CACHE, "blocks of sliding-window layers = factor x those of full attention", low=0.0, high=1.0
     )
-    swa_checkpoint_stride: int = _setting(
+    swa_checkpoint_stride: int = setting(
         0,
         CACHE,
         "of sliding-window layers the window before each multiple of so many tokens goes to host and store, beside "
@@ -103,7 +92,7 @@ class EngineConfig:
         unit="tokens",
         low=0,
     )
-    linear_checkpoint_stride: int = _setting(
+    linear_checkpoint_stride: int = setting(
         0,
         CACHE,
         "of recurrent layers the state behind each multiple of so many tokens is kept, beside that behind the prompt's "
@@ -111,50 +100,50 @@ class EngineConfig:
         unit="tokens",
         low=0,
     )
-    linear_checkpoints_factor: float = _setting(
+    linear_checkpoints_factor: float = setting(
         1.0,
         CACHE,
         "checkpoints of recurrent layers on the device for each linear_checkpoint_stride of tokens that it has blocks "
         "for",
         low=0.0,
     )
-    host_blocks_factor: float = _setting(
+    host_blocks_factor: float = setting(
         0.0, CACHE, "host blocks = factor x device blocks; the host cache exists only above 1.0", low=0.0
     )
-    host_huge_pages: bool = _setting(
+    host_huge_pages: bool = setting(
         False, CACHE, "ask for reserved 2 MiB pages for own host memory; falls back to small ones and says so"
     )
-    layers_wise_copy_batchs: int = _setting(
+    layers_wise_copy_batchs: int = setting(
         4,
         CACHE,
         "layer groups of a layered copy (layers per group = max(1, layers // n)); 0 = all layers in one",
         low=0,
     )
-    copy_backend: str = _setting(
+    copy_backend: str = setting(
         "auto",
         CACHE,
         "copies between host and device: native = the C++ extension, torch = plain torch, auto = native where built",
         choices=("auto", "native", "torch"),
     )
-    copy_threads: int = _setting(1, CACHE, "threads of the native copier on cpu, beside those of torch", low=1, high=64)
-    restore_policy: str = _setting(
+    copy_threads: int = setting(1, CACHE, "threads of the native copier on cpu, beside those of torch", low=1, high=64)
+    restore_policy: str = setting(
         "measured",
         CACHE,
         "measured = what would take longer to restore than to compute, by the rates measured so far, is computed; "
         "always = whatever can be restored is",
         choices=("measured", "always"),
     )
-    verify_host_blocks: bool = _setting(
+    verify_host_blocks: bool = setting(
         True, CACHE, "check the sum of each host block beside its copy to the device; what does not fit is recomputed"
     )
-    audit_rate: int = _setting(
+    audit_rate: int = setting(
         0,
         CACHE,
         "compute the restored prefix of 1 in N requests again, in idle time, and compare; a difference is an alarm and "
         "ends all restoring; 0 = no audit",
         low=0,
     )
-    decode_kv_reuse: str = _setting(
+    decode_kv_reuse: str = setting(
         "canonical",
         CACHE,
         "blocks completed by decode: canonical = recomputed once by a prefill tile before they are published (same "
@@ -162,44 +151,44 @@ class EngineConfig:
         choices=("canonical", "as_is", "off"),
     )
 
-    enable_kvcache_store: bool = _setting(False, STORE, "use Mooncake Store as third tier")
-    store_protocol: str = _setting(
+    enable_kvcache_store: bool = setting(False, STORE, "use Mooncake Store as third tier")
+    store_protocol: str = setting(
         "tcp", STORE, "a failure of rdma is an error, never tcp", choices=("tcp", "rdma", "ascend")
     )
-    store_rdma_devices: str = _setting("", STORE, "comma list of HCAs; empty = Mooncake finds them")
-    store_master_server_address: str = _setting(
+    store_rdma_devices: str = setting("", STORE, "comma list of HCAs; empty = Mooncake finds them")
+    store_master_server_address: str = setting(
         "",
         STORE,
         "host:port, or etcd://host:port;host:port to follow the leader of an HA cluster; empty = embedded store",
     )
-    store_client_address: str = _setting(
+    store_client_address: str = setting(
         "",
         STORE,
         "host:port of this node's mooncake_client: workers use it through shared memory; empty = direct client",
     )
-    store_metadata_server: str = _setting("P2PHANDSHAKE", STORE, "metadata of the Transfer Engine")
-    store_local_hostname: str = _setting(
+    store_metadata_server: str = setting("P2PHANDSHAKE", STORE, "metadata of the Transfer Engine")
+    store_local_hostname: str = setting(
         "127.0.0.1:12345",
         STORE,
         "base endpoint of direct clients; worker r takes port + r, the whole range must be free",
     )
-    store_segment_size: int = _setting(4 * GIB, STORE, "memory of the embedded store", unit="bytes", low=16 << 20)
-    prefetch_batch_size: int = _setting(8, STORE, "logical blocks per prefetch batch", unit="blocks", low=1)
-    prefetch_timeout: int = _setting(
+    store_segment_size: int = setting(4 * GIB, STORE, "memory of the embedded store", unit="bytes", low=16 << 20)
+    prefetch_batch_size: int = setting(8, STORE, "logical blocks per prefetch batch", unit="blocks", low=1)
+    prefetch_timeout: int = setting(
         30000,
         STORE,
         "after it no new prefetch batch is issued; batches in flight are awaited; 0 = for ever",
         unit="ms",
         low=0,
     )
-    store_call_limit_ms: int = _setting(
+    store_call_limit_ms: int = setting(
         5000,
         STORE,
         "a store call that takes longer counts as failed, and the store is left alone until a probe works",
         unit="ms",
         low=1,
     )
-    prefetch_deadline_ms: int = _setting(
+    prefetch_deadline_ms: int = setting(
         0,
         STORE,
         "after it a request waits for no store read any more; what its reads write to stays untouched until they have "
@@ -208,106 +197,106 @@ class EngineConfig:
         low=0,
     )
 
-    max_tokens_per_batch: int = _setting(1024, ENGINE, "token budget of one step", unit="tokens", low=1)
-    max_seqs_per_batch: int = _setting(64, ENGINE, "sequences of one step", low=1)
-    max_tokens_per_chunk_for_prefill: int = _setting(
+    max_tokens_per_batch: int = setting(1024, ENGINE, "token budget of one step", unit="tokens", low=1)
+    max_seqs_per_batch: int = setting(64, ENGINE, "sequences of one step", low=1)
+    max_tokens_per_chunk_for_prefill: int = setting(
         0, ENGINE, "longest prefill chunk of one sequence in one step; 0 = the step's budget", unit="tokens", low=0
     )
-    max_waiting_requests: int = _setting(1024, ENGINE, "more open requests than this are refused with HTTP 429", low=1)
-    batch_invariant: bool = _setting(
+    max_waiting_requests: int = setting(1024, ENGINE, "more open requests than this are refused with HTTP 429", low=1)
+    batch_invariant: bool = setting(
         True, ENGINE, "same bits whatever the batch, the chunking and the cache hits; false = for the last per cent"
     )
-    num_speculative_tokens: int = _setting(
+    num_speculative_tokens: int = setting(
         0, ENGINE, "draft tokens verified per step and sequence; 0 = no speculation", unit="tokens", low=0, high=31
     )
-    speculative_algorithm: str = _setting(
+    speculative_algorithm: str = setting(
         "mtp",
         ENGINE,
         "where drafts come from: ngram = what followed the last tokens where they stood before, draft_model = a "
         "smaller model, mtp = the checkpoint's own multi-token prediction head",
         choices=("ngram", "draft_model", "mtp"),
     )
-    draft_model: str = _setting("", ENGINE, "folder of the draft model; its tokenizer must be the model's")
-    prefill_tile_rows: int = _setting(
+    draft_model: str = setting("", ENGINE, "folder of the draft model; its tokenizer must be the model's")
+    prefill_tile_rows: int = setting(
         0,
         ENGINE,
         "rows of one prefill tile; 0 = 256 with a smaller tail tile where a check at load finds equal bits",
         low=0,
     )
-    num_threads: int = _setting(0, ENGINE, "torch threads of a worker on cpu; 0 = all cores", low=0)
+    num_threads: int = setting(0, ENGINE, "torch threads of a worker on cpu; 0 = all cores", low=0)
 
-    enable_disagg_pd: bool = _setting(
+    enable_disagg_pd: bool = setting(
         False, DISAGG, "this instance is one half of a pair: it computes prompts, or it generates behind them"
     )
-    instance_role: str = _setting(
+    instance_role: str = setting(
         "DEFAULT",
         DISAGG,
         "PREFILL = takes requests, computes their prompts and hands them over; DECODE = generates for PREFILL "
         "instances; DEFAULT = both, alone",
         choices=("DEFAULT", "PREFILL", "DECODE"),
     )
-    kv_cache_transfer_mode: str = _setting(
+    kv_cache_transfer_mode: str = setting(
         "PUSH",
         DISAGG,
         "PUSH = the prefill instance writes blocks layer by layer while it computes, PULL = the decode instance reads "
         "them afterwards; the same on both sides",
         choices=("PUSH", "PULL"),
     )
-    decode_instances: str = _setting(
+    decode_instances: str = setting(
         "", DISAGG, "comma list of host:port of the DECODE instances (their disagg_pd_port) a PREFILL instance hands to"
     )
-    disagg_pd_host: str = _setting(
+    disagg_pd_host: str = setting(
         "127.0.0.1",
         DISAGG,
         "address of this machine that peers reach: control and transfers listen there, without authentication",
     )
-    disagg_pd_port: int = _setting(
+    disagg_pd_port: int = setting(
         7777, DISAGG, "port of the control between instances; 0 = a free one, printed at start", low=0, high=65535
     )
-    transfer_listen_port: int = _setting(
+    transfer_listen_port: int = setting(
         26000,
         DISAGG,
         "base port of the transfers; worker r takes two of the eight from port + 8 r on, at all addresses; 0 = any",
         low=0,
         high=65535,
     )
-    transfer_protocol: str = _setting(
+    transfer_protocol: str = setting(
         "tcp", DISAGG, "of the transfers; a failure of rdma is an error, never tcp", choices=("tcp", "rdma", "ascend")
     )
-    heart_beat_interval: float = _setting(
+    heart_beat_interval: float = setting(
         0.5, DISAGG, "between two signs of life of an instance to its peers", unit="s", low=0.05
     )
 
-    host: str = _setting("127.0.0.1", SERVER, "address of the HTTP server")
-    port: int = _setting(8010, SERVER, "port of the HTTP server; 0 = a free one, printed at start", low=0, high=65535)
-    served_model_name: str = _setting("", SERVER, "name in the API; empty = model_id")
-    admin_token: str = _setting("", SERVER, "bearer token of /cache/*; empty = only loopback may call them")
-    log_level: str = _setting("info", SERVER, "of all processes", choices=("debug", "info", "warning", "error"))
-    log_requests: bool = _setting(False, SERVER, "log each HTTP request")
-    check_invariants: bool = _setting(False, SERVER, "check the block books whenever the engine idles (debugging)")
+    host: str = setting("127.0.0.1", SERVER, "address of the HTTP server")
+    port: int = setting(8010, SERVER, "port of the HTTP server; 0 = a free one, printed at start", low=0, high=65535)
+    served_model_name: str = setting("", SERVER, "name in the API; empty = model_id")
+    admin_token: str = setting("", SERVER, "bearer token of /cache/*; empty = only loopback may call them")
+    log_level: str = setting("info", SERVER, "of all processes", choices=("debug", "info", "warning", "error"))
+    log_requests: bool = setting(False, SERVER, "log each HTTP request")
+    check_invariants: bool = setting(False, SERVER, "check the block books whenever the engine idles (debugging)")
 
-    startup_timeout_s: float = _setting(600.0, LIMITS, "for all processes to come up", unit="s", low=1)
-    worker_timeout_s: float = _setting(
+    startup_timeout_s: float = setting(600.0, LIMITS, "for all processes to come up", unit="s", low=1)
+    worker_timeout_s: float = setting(
         300.0, LIMITS, "for one answer of a worker, before the instance counts it as hung", unit="s", low=1
     )
-    restart_on_failure: bool = _setting(
+    restart_on_failure: bool = setting(
         False,
         LIMITS,
         "bring a served instance up again after one of its processes died or hung; its store, also the embedded one, "
         "keeps what it has",
     )
-    peer_timeout_s: float = _setting(
+    peer_timeout_s: float = setting(
         10.0, LIMITS, "without a sign of life of a PD peer, before it counts as lost", unit="s", low=0.5
     )
-    peer_wait_s: float = _setting(
+    peer_wait_s: float = setting(
         60.0, LIMITS, "of a request for a decode instance that takes it, before it fails with HTTP 503", unit="s", low=0
     )
-    drain_timeout_s: float = _setting(30.0, LIMITS, "for open requests after SIGTERM", unit="s", low=0)
+    drain_timeout_s: float = setting(30.0, LIMITS, "for open requests after SIGTERM", unit="s", low=0)
 
     def __post_init__(self) -> None:
         hints = get_type_hints(EngineConfig)
         for item in dataclasses.fields(self):
-            _check_value(item, hints[item.name], getattr(self, item.name))
+            check_value(item, hints[item.name], getattr(self, item.name))
         self._check_together()
 
     def _check_together(self) -> None:
@@ -327,9 +316,9 @@ class EngineConfig:
             )
         self._check_disagg()
         if self.enable_kvcache_store:
-            _check_address("store_local_hostname", self.store_local_hostname)
+            check_address("store_local_hostname", self.store_local_hostname)
             if self.store_client_address:
-                _check_address("store_client_address", self.store_client_address)
+                check_address("store_client_address", self.store_client_address)
             self._check_master()
 
     def _check_speculation(self) -> None:
@@ -351,7 +340,7 @@ class EngineConfig:
         if self.decode_instances and role != "PREFILL":
             raise ConfigError("decode_instances", self.decode_instances, "empty unless --instance_role=PREFILL")
         for address in self.decode_addresses:
-            _check_address("decode_instances", address, "a comma list of host:port")
+            check_address("decode_instances", address, "a comma list of host:port")
         if len(set(self.decode_addresses)) < len(self.decode_addresses):
             raise ConfigError("decode_instances", self.decode_instances, "each instance once")
         if role == "PREFILL" and not self.decode_instances:
@@ -377,7 +366,7 @@ class EngineConfig:
             return
         parts = address.removeprefix("etcd://").split(";") if address.startswith("etcd://") else [address]
         for part in parts:
-            _check_address("store_master_server_address", part, "host:port or etcd://host:port;host:port")
+            check_address("store_master_server_address", part, "host:port or etcd://host:port;host:port")
 
     # ------------------------------------------------------------------------------------------- derived
 
@@ -423,15 +412,15 @@ class EngineConfig:
         Raises:
             ConfigError: with the setting at fault.
         """
-        _check_model_folder("model", self.model)
+        check_model_folder("model", self.model)
         if self.draft_model:
-            _check_model_folder("draft_model", self.draft_model)
+            check_model_folder("draft_model", self.draft_model)
         if self.tokenizer and not Path(self.tokenizer).is_dir():
             raise ConfigError("tokenizer", self.tokenizer, "a folder")
-        _check_device(self.device)
+        check_device(self.device)
         if self.port:
-            _check_port_free("port", self.host, self.port)
-        if self.enable_kvcache_store and self.store_protocol == "rdma" and not _has_rdma():
+            check_port_free("port", self.host, self.port)
+        if self.enable_kvcache_store and self.store_protocol == "rdma" and not has_rdma():
             raise ConfigError("store_protocol", "rdma", "tcp on this machine: /sys/class/infiniband has no device")
         if self.enable_disagg_pd:
             self._check_disagg_environment()
@@ -450,7 +439,7 @@ class EngineConfig:
             host, port = split_address(self.store_local_hostname)
             try:
                 for rank in range(self.tp_size):
-                    taken.append(_take_port("store_local_hostname", host, port + rank))
+                    taken.append(take_port("store_local_hostname", host, port + rank))
             except ConfigError:
                 for other in taken:
                     other.close()
@@ -462,10 +451,10 @@ class EngineConfig:
         return taken
 
     def _check_disagg_environment(self) -> None:
-        if self.transfer_protocol == "rdma" and not _has_rdma():
+        if self.transfer_protocol == "rdma" and not has_rdma():
             raise ConfigError("transfer_protocol", "rdma", "tcp on this machine: /sys/class/infiniband has no device")
         if self.disagg_pd_port:
-            _check_port_free("disagg_pd_port", self.disagg_pd_host, self.disagg_pd_port)
+            check_port_free("disagg_pd_port", self.disagg_pd_host, self.disagg_pd_port)
 
     # ------------------------------------------------------------------------------------------- sources
 
@@ -485,203 +474,4 @@ class EngineConfig:
             ConfigError: unknown flag or name, or a value that does not parse.
             SystemExit: after `--help` (code 0).
         """
-        given, config_file = _parse_command_line(_normalise(argv), prog)
-        values: dict[str, Any] = dict(overrides or {})
-        config_file = config_file or environ.get("XLLM_CONFIG", "")
-        if config_file:
-            values.update(_read_config_file(config_file))
-        by_name = {item.name: item for item in dataclasses.fields(cls)}
-        values.update({name: environ[key] for name in by_name if (key := f"XLLM_{name.upper()}") in environ})
-        values.update(given)
-        hints = get_type_hints(cls)
-        return cls(**{name: _parse_value(by_name[name], hints[name], value) for name, value in values.items()})
-
-
-# ------------------------------------------------------------------------------------------------- values
-
-
-def _allowed(item: dataclasses.Field[Any], kind: type) -> str:
-    meta = item.metadata
-    if meta["choices"]:
-        return " | ".join(meta["choices"])
-    if kind is bool:
-        return "true | false"
-    words = {int: "an integer", float: "a number", str: "a text"}[kind]
-    low, high = meta["low"], meta["high"]
-    if low is not None and high is not None:
-        words += f" from {low:g} to {high:g}"
-    elif low is not None:
-        words += f" of at least {low:g}"
-    return words + (f" ({meta['unit']})" if meta["unit"] else "")
-
-
-def _check_value(item: dataclasses.Field[Any], kind: type, value: Any) -> None:
-    meta = item.metadata
-    good = isinstance(value, kind) or (kind is float and isinstance(value, int))
-    if kind is not bool and isinstance(value, bool):
-        good = False
-    if good and meta["choices"]:
-        good = value in meta["choices"]
-    if good and kind in (int, float):
-        good = not math.isnan(value) and (meta["low"] is None or value >= meta["low"])
-        good = good and (meta["high"] is None or value <= meta["high"])
-    if not good:
-        raise ConfigError(item.name, value, _allowed(item, kind))
-
-
-def _parse_value(item: dataclasses.Field[Any], kind: type, value: Any) -> Any:
-    if not isinstance(value, str) or kind is str:
-        return value
-    text = value.strip()
-    try:
-        if kind is bool:
-            return {"true": True, "false": False, "1": True, "0": False}[text.lower()]
-        if kind is int and item.metadata["unit"] == "bytes":
-            return _parse_bytes(text)
-        return kind(text)
-    except (KeyError, ValueError):
-        raise ConfigError(item.name, value, _allowed(item, kind)) from None
-
-
-def _parse_bytes(text: str) -> int:
-    """`4GB`, `512MiB` or a plain number; K, M, G are powers of 1024 as in Mooncake's flags."""
-    upper = text.upper().removesuffix("B").removesuffix("I")
-    factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}.get(upper[-1:], 1)
-    return int(float(upper[:-1]) * factor) if factor > 1 else int(upper)
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Host and port of `host:port`. Raises ValueError when it is not of that form."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(address)
-    return host, int(port)
-
-
-def _check_address(name: str, address: str, allowed: str = "host:port") -> None:
-    try:
-        split_address(address)
-    except ValueError:
-        raise ConfigError(name, address, allowed) from None
-
-
-def _check_model_folder(name: str, value: str) -> None:
-    folder = Path(value)
-    if not (folder / "config.json").is_file():
-        raise ConfigError(name, value, "a folder with config.json and *.safetensors")
-    if not any(folder.glob("*.safetensors")):
-        raise ConfigError(name, value, "a folder with *.safetensors (this one has none)")
-
-
-def _check_port_free(name: str, host: str, port: int) -> None:
-    _take_port(name, host, port, reuse=True).close()
-
-
-def _take_port(name: str, host: str, port: int, *, reuse: bool = False) -> socket.socket:
-    """A socket bound there; `reuse` counts connections of an earlier owner that linger as nothing."""
-    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
-    try:
-        found.bind((host, port))
-    except OSError as error:
-        found.close()
-        raise ConfigError(name, f"{host}:{port}", f"an address that can be bound ({error.strerror})") from None
-    return found
-
-
-def _check_device(name: str) -> None:
-    """Refuse a device this machine cannot have; the worker, which knows torch, looks closer."""
-    if name == "npu" and importlib.util.find_spec("torch_npu") is None:
-        raise ConfigError(
-            "device", name, "auto | cpu | cuda (torch_npu is not installed: pip install 'xllm_hier[npu]')"
-        )
-    if name == "cuda":
-        try:
-            ctypes.CDLL("libcuda.so.1")
-        except OSError:
-            raise ConfigError("device", name, "auto | cpu (this machine has no libcuda.so.1)") from None
-
-
-def _has_rdma() -> bool:
-    folder = Path("/sys/class/infiniband")
-    return folder.is_dir() and any(folder.iterdir())
-
-
-# ----------------------------------------------------------------------------------------------- sources
-
-
-def _normalise(argv: Sequence[str]) -> Iterator[str]:
-    """`--some-flag` and `--no-some-flag` as `--some_flag` and `--some_flag=false`."""
-    names = {item.name for item in dataclasses.fields(EngineConfig)}
-    for word in argv:
-        if not word.startswith("--"):
-            yield word
-            continue
-        flag, equals, value = word[2:].partition("=")
-        flag = flag.replace("-", "_")
-        if flag not in names and flag.startswith("no_") and flag[3:] in names and not equals:
-            yield f"--{flag[3:]}=false"
-        else:
-            yield f"--{flag}{equals}{value}"
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise ConfigError("command line", message, "see --help")
-
-
-def _parse_command_line(argv: Iterator[str], prog: str) -> tuple[dict[str, str], str]:
-    parser = _Parser(
-        prog=prog,
-        allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=42, width=120),
-        description="One xllm_hier instance. Each flag is also a key of the --config file and, as XLLM_<NAME>, of the "
-        "environment.",
-    )
-    parser.add_argument("--config", default="", metavar="FILE", help="JSON or YAML file with the same names as keys")
-    groups: dict[str, Any] = {}
-    hints = get_type_hints(EngineConfig)
-    for item in dataclasses.fields(EngineConfig):
-        meta, kind = item.metadata, hints[item.name]
-        group = groups.setdefault(meta["group"], None) or parser.add_argument_group(meta["group"])
-        groups[meta["group"]] = group
-        shown = "|".join(meta["choices"]) or ("true|false" if kind is bool else (meta["unit"] or kind.__name__).upper())
-        default = str(item.default).lower() if kind is bool else (item.default if item.default != "" else "empty")
-        more: dict[str, Any] = {"nargs": "?", "const": "true"} if kind is bool else {}
-        group.add_argument(
-            f"--{item.name}",
-            metavar=shown,
-            default=argparse.SUPPRESS,
-            help=f"{meta['help']} (default: {default})".replace("%", "%%"),
-            **more,
-        )
-    namespace, unknown = parser.parse_known_args(list(argv))
-    if unknown:
-        raise ConfigError(unknown[0].lstrip("-").partition("=")[0], unknown[0], "a flag that --help lists")
-    values = vars(namespace)
-    return values, values.pop("config")
-
-
-def _read_config_file(path: str) -> dict[str, Any]:
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError("config", path, f"a readable file ({error.strerror})") from None
-    load: Callable[[str], Any] = json.loads
-    if not path.endswith(".json"):
-        import yaml  # PyYAML comes with transformers; only this path needs it
-
-        load = yaml.safe_load
-    try:
-        values = load(text)
-    except ValueError as error:
-        raise ConfigError("config", path, f"JSON or YAML ({error})") from None
-    except Exception as error:  # yaml.YAMLError has no import-free name here
-        raise ConfigError("config", path, f"JSON or YAML ({error})") from None
-    names = {item.name for item in dataclasses.fields(EngineConfig)}
-    if not isinstance(values, dict):
-        raise ConfigError("config", path, "a mapping of setting names to values")
-    for name in values:
-        if name not in names:
-            raise ConfigError(str(name), values[name], f"a setting that --help lists (in {path})")
-    return values
+        return cls(**read_sources(cls, argv, environ, prog, overrides))

@@ -6,7 +6,6 @@ prefetch batches follow each other, write-backs end.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import signal
 import time
@@ -43,9 +42,9 @@ from ..wire import Channel, Deadline, HasSocket
 from .audit import Auditor
 from .block_manager import HierarchyBlockManagerPool
 from .decode_role import DecodeRole
-from .drafts import Drafting
 from .peer_links import PeerLinks
 from .prefill_role import PrefillRole
+from .rank_views import common_sizes, drafting_of, merge_worker_stats, pd_facts, worst_state
 from .remote_worker import POLL_S, RemoteWorkers
 from .restore_policy import RestorePolicy
 from .scheduler import Scheduler, Step
@@ -94,7 +93,7 @@ class EngineCore:
         self.manager = HierarchyBlockManagerPool(
             workers,
             block_size=self.block_size,
-            types=_common_sizes(ready),
+            types=common_sizes(ready),
             strides={BlockType(kind): tokens for kind, tokens in first.details.get("strides", {}).items()},
             scan_tokens=int(first.details.get("scan_tokens", 1)),
             enable_prefix_cache=config.enable_prefix_cache,
@@ -107,7 +106,7 @@ class EngineCore:
                 config.worker_timeout_s,
             ),
             policy=RestorePolicy(self.block_size, measured=config.restore_policy == "measured"),
-            drafting=_drafting(config.num_speculative_tokens, first.details.get("draft")),
+            drafting=drafting_of(config.num_speculative_tokens, first.details.get("draft")),
         )
         self._exact = bool(first.details.get("batch_invariant")) and config.decode_kv_reuse != "as_is"
         auditor = Auditor(
@@ -455,7 +454,7 @@ class EngineCore:
             states += ["open"] * (self.workers.num_workers - len(values))
             errors = [value["error"] for value in values.values() if value.get("error")]
             refused = any(value.get("refused") for value in values.values())
-            self._worker_stats["store_state"] = "detached" if refused else max(states, key=_STATE_ORDER.index)
+            self._worker_stats["store_state"] = "detached" if refused else worst_state(states)
             self._answer(call, {"state": self._worker_stats["store_state"], **({"why": errors[0]} if errors else {})})
 
         self._ask_workers(call.method, done, call.args)
@@ -472,7 +471,7 @@ class EngineCore:
             "block_size": self.block_size,
             "num_device_blocks": self.manager.device.num_blocks,
             "num_host_blocks": self.manager.host.num_blocks,
-            "block_types": {sizes.block_type: self._type_info(sizes) for sizes in _common_sizes(self.ready)},
+            "block_types": {sizes.block_type: self._type_info(sizes) for sizes in common_sizes(self.ready)},
             "store_state": self._worker_stats.get("store_state", "detached"),
             "tp_size": self.workers.num_workers,
             "tier_bytes": self._tier_bytes,
@@ -530,71 +529,13 @@ class EngineCore:
         self._answer(call, stats)
 
 
-def _facts(config: EngineConfig, ready: list[WorkerReady]) -> dict[str, Any]:
-    """What two instances must have in common to work on one request."""
-    details = ready[0].details
-    draft = details.get("draft") or {}
-    facts: dict[str, Any] = {
-        "model_id": config.name_space,
-        "weights": details.get("identity"),
-        "draft_weights": draft.get("identity"),
-        "draft": draft.get("component"),
-        "block_size": details["block_size"],
-        "tp_size": config.tp_size,
-        "kv_cache_transfer_mode": config.kv_cache_transfer_mode,
-    }
-    regions = ready[0].endpoint.regions if ready[0].endpoint is not None else []
-    return facts | {f"schema_hash of {one.role} {one.block_type} blocks": one.schema_hash for one in regions}
-
-
 def _new_links(context: zmq.Context[Any], config: EngineConfig, ready: list[WorkerReady]) -> PeerLinks | None:
     """Links to the other half of a pair; None for an instance that does both alone."""
     if not config.enable_disagg_pd:
         return None
     endpoints = [answer.endpoint for answer in ready if answer.endpoint is not None]
     numerics_id = str(ready[0].details.get("numerics_id", ""))
-    return PeerLinks(context, config, _facts(config, ready), endpoints, numerics_id)
-
-
-def _drafting(num_tokens: int, draft: dict[str, Any] | None) -> Drafting:
-    """`draft` is what a worker tells of its draft model, None without one."""
-    if draft is None:
-        return Drafting(num_tokens)
-    return Drafting(num_tokens, True, draft["needs_hidden"], tuple(draft["types"]))
-
-
-_STATE_ORDER = ("detached", "attached", "degraded", "open")  # from no worry to most
-
-
-def merge_worker_stats(stats: list[dict[str, Any]]) -> dict[str, Any]:
-    """One view of all ranks: amounts add up, the store's state is the worst."""
-    merged: dict[str, Any] = {"transfer_bytes": {}, "transfer_seconds": {}, "transfer_failures": [], "store": {}}
-    failures: dict[tuple[str, str], int] = {}
-    for one in stats:
-        for kind, amount in one.get("transfer_bytes", {}).items():
-            merged["transfer_bytes"][kind] = merged["transfer_bytes"].get(kind, 0) + amount
-        for kind, cause, count in one.get("transfer_failures", []):
-            failures[kind, cause] = failures.get((kind, cause), 0) + count
-        for kind, histogram in one.get("transfer_seconds", {}).items():
-            into = merged["transfer_seconds"].setdefault(
-                kind, {"buckets": [[le, 0] for le, _ in histogram["buckets"]], "sum": 0.0, "count": 0}
-            )
-            into["buckets"] = [
-                [le, have + new] for (le, have), (_, new) in zip(into["buckets"], histogram["buckets"], strict=True)
-            ]
-            into["sum"] += histogram["sum"]
-            into["count"] += histogram["count"]
-        for name, amount in one.get("store", {}).items():
-            have = merged["store"].get(name, 0)
-            # A logical block is hit or missed once, however many ranks have a part of it.
-            merged["store"][name] = max(have, amount) if name.endswith("_blocks") else have + amount
-    states = [one.get("store_state", "detached") for one in stats]
-    merged["store_state"] = max(states, key=_STATE_ORDER.index, default="detached")
-    merged["store_refused"] = next((text for one in stats if (text := one.get("store_refused"))), "")
-    if merged["store_refused"]:  # a rank that has nothing of its own in the store does not know
-        merged["store_state"] = "detached"
-    merged["transfer_failures"] = [[kind, cause, count] for (kind, cause), count in sorted(failures.items())]
-    return merged
+    return PeerLinks(context, config, pd_facts(config, ready), endpoints, numerics_id)
 
 
 def run_engine(config: EngineConfig, run_dir: str, ready: Callable[[dict[str, Any]], None]) -> int:
@@ -632,15 +573,3 @@ def run_engine(config: EngineConfig, run_dir: str, ready: Callable[[dict[str, An
         workers.close()
         api.close()
         context.term()
-
-
-def _common_sizes(ready: list[WorkerReady]) -> list[TypeSizes]:
-    """Of each type as many blocks as every rank has."""
-    return [
-        dataclasses.replace(
-            ours[0],
-            num_device_blocks=min(sizes.num_device_blocks for sizes in ours),
-            num_host_blocks=min(sizes.num_host_blocks for sizes in ours),
-        )
-        for ours in zip(*(answer.all_types for answer in ready), strict=True)
-    ]

@@ -22,8 +22,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..config import EngineConfig, split_address
+from ..config import EngineConfig
 from ..errors import ConfigError, StoreError
+from ..machine import split_address
 
 MAX_KEYS = 256  # per call; two threads at most call at once, far below the 1024 slices a peer can take
 _LOCAL_BUFFER = 16 << 20

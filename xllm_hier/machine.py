@@ -1,0 +1,71 @@
+"""What a setting says of this machine, looked at before any process starts: addresses, ports, folders, devices."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import socket
+from pathlib import Path
+
+from .errors import ConfigError
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of `host:port`. Raises ValueError when it is not of that form."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(address)
+    return host, int(port)
+
+
+def check_address(name: str, address: str, allowed: str = "host:port") -> None:
+    """Refuse, as a value of setting `name`, what is no address. Raises ConfigError."""
+    try:
+        split_address(address)
+    except ValueError:
+        raise ConfigError(name, address, allowed) from None
+
+
+def check_model_folder(name: str, value: str) -> None:
+    """Refuse a folder without a model in safetensors. Raises ConfigError."""
+    folder = Path(value)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(name, value, "a folder with config.json and *.safetensors")
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(name, value, "a folder with *.safetensors (this one has none)")
+
+
+def check_port_free(name: str, host: str, port: int) -> None:
+    """Refuse a port that somebody has. Raises ConfigError."""
+    take_port(name, host, port, reuse=True).close()
+
+
+def take_port(name: str, host: str, port: int, *, reuse: bool = False) -> socket.socket:
+    """A socket bound there; `reuse`: connections of an earlier owner that linger do not matter. Raises ConfigError."""
+    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
+    try:
+        found.bind((host, port))
+    except OSError as error:
+        found.close()
+        raise ConfigError(name, f"{host}:{port}", f"an address that can be bound ({error.strerror})") from None
+    return found
+
+
+def check_device(name: str) -> None:
+    """Refuse a device this machine cannot have; the worker, which knows torch, looks closer."""
+    if name == "npu" and importlib.util.find_spec("torch_npu") is None:
+        raise ConfigError(
+            "device", name, "auto | cpu | cuda (torch_npu is not installed: pip install 'xllm_hier[npu]')"
+        )
+    if name == "cuda":
+        try:
+            ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            raise ConfigError("device", name, "auto | cpu (this machine has no libcuda.so.1)") from None
+
+
+def has_rdma() -> bool:
+    """Some RDMA device is there; without one Mooncake would silently take TCP."""
+    folder = Path("/sys/class/infiniband")
+    return folder.is_dir() and any(folder.iterdir())
