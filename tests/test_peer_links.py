@@ -14,7 +14,7 @@ from xllm_hier.config import EngineConfig
 from xllm_hier.engine import peer_links
 from xllm_hier.engine.peer_links import PeerEvent, PeerLinks, differences
 from xllm_hier.errors import StartupError
-from xllm_hier.peer_plans import Bye, Cancel, Heartbeat
+from xllm_hier.peer_plans import Bye, Cancel, Heartbeat, Hello
 from xllm_hier.plans import TransferEndpoint
 
 FACTS = {"model_id": "tiny", "block_size": 16, "tp_size": 1, "kv_cache_transfer_mode": "PUSH"}
@@ -301,7 +301,19 @@ def test_nonsense_on_the_port_is_logged_and_nothing_else(cluster: Cluster) -> No
     intruder.setsockopt(zmq.LINGER, 0)
     intruder.connect(f"tcp://{decode.address}")
     address, me = prefill.address.encode(), prefill.incarnation.encode()
-    for frames in ([b""], [b"1", b"\xff", b"", b"", b""], [b"1", me, address, b"", b"\x93\x01"], [b"1"] * 9):
+    hello = peer_links.pack(Hello({}, "", []))
+    for frames in (
+        [b""],
+        [b"1", b"\xff", b"", b"", b""],
+        [b"1", me, address, b"", b"\x93\x01"],
+        [b"1"] * 9,
+        [b"99", me, b"nowhere", b"", b""],
+        [b"1", me, b"", b"", hello],
+        [b"1", me, b"a host:of:ours", b"", hello],
+        [b"1", me, b"a host of ours:80", b"", hello],
+        [b"1", b"stranger", b"127.0.0.1:1", b"", peer_links.pack(Hello("no facts", "", []))],
+        [b"1", b"stranger", b"127.0.0.1:1", b"", peer_links.pack(Heartbeat(0, 0, 0))],
+    ):
         intruder.send_multipart(frames)
     prefill.send(decode.incarnation, Cancel("after"))
     cluster.until(lambda: any(event.message for event in cluster.events[decode]))

@@ -20,6 +20,7 @@ import zmq
 
 from ..config import EngineConfig
 from ..errors import StartupError, WireError
+from ..machine import split_address
 from ..peer_plans import PROTOCOL, Bye, Heartbeat, Hello, Welcome
 from ..plans import TransferEndpoint
 from ..wire import pack, unpack
@@ -34,18 +35,27 @@ _LONGEST_MESSAGE = 256 << 20
 
 
 class _Line:
-    """The way to one address: a socket that connects by itself again and again, and what becomes of it."""
+    """The way to one address: a socket that connects by itself again and again, and what becomes of it.
+
+    Raises:
+        ValueError: it is no address.
+    """
 
     def __init__(self, context: zmq.Context[Any], address: str) -> None:
         self.address = address
+        split_address(address)  # whoever speaks to us says where it is, and may say anything
         self._socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.setsockopt(zmq.IPV6, "[" in address)
         _keep_alive(self._socket)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
-        self._socket.connect(f"tcp://{address}")
         self.connected = False
+        try:
+            self._socket.connect(f"tcp://{address}")
+        except zmq.ZMQError as error:
+            self.close()
+            raise ValueError(f"{address!r} is no address: {error}") from error
 
     def news(self) -> list[bool]:
         """Connections made (True) and lost (False) since the last call."""
@@ -204,8 +214,8 @@ class PeerLinks:
                 if len(frames) != 5:
                     raise WireError(f"{len(frames)} frames")
                 self._take(version, sender, address, receiver, frames[4])
-            except (ValueError, WireError) as error:
-                log.error("a peer's message does not decode: %s", error)
+            except (ValueError, TypeError, AttributeError, WireError) as error:
+                log.error("what has come from somewhere is no message of a peer: %s", error)
         events, self._events = self._events, []
         return events
 
