@@ -340,6 +340,7 @@ def worker_without_a_model(plans: list[Any], *, forward: Callable[..., ModelOutp
         return None if waiting.empty() else waiting.get()
 
     worker = Worker.__new__(Worker)
+    worker.pd = None
     worker.config, worker.rank, worker.draft = EngineConfig(model="tiny"), 0, None
     worker.parallel = SimpleNamespace(calls=0)  # type: ignore[assignment]
     worker.transfer = SimpleNamespace(  # type: ignore[assignment]
