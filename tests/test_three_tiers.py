@@ -329,10 +329,11 @@ def test_with_little_room_for_any_type_nothing_changes_but_the_hits(
     expected = [plain.ask(prompt, 30).bits for prompt in prompts]
     flags = [*store_flags(store), *more, "--max_tokens_per_batch=64", "--host_blocks_factor=1.5"]
     with model.serve(model.small_cache, *flags, "--max_seqs_per_batch=4") as server:
-        answers = ask_all(server, prompts, 30)
-        stats = server.stats()
-        assert [answer.bits for answer in answers] == expected
-        assert stats["preemptions"] > 0
+        for _ in range(4):  # which requests run side by side is a matter of chance
+            assert [answer.bits for answer in ask_all(server, prompts, 30)] == expected
+            if server.stats()["preemptions"]:
+                break
+        assert server.stats()["preemptions"] > 0
         answers = ask_all(server, prompts, 30)
         assert [answer.bits for answer in answers] == expected
         assert sum(sum(answer.cached) for answer in answers) > 0
