@@ -453,6 +453,26 @@ def test_what_is_read_is_nobody_elses_business_when_its_source_is_lost() -> None
     assert decode.manager.device.num_pinned == 0
 
 
+def test_an_alarm_of_the_audit_leaves_nobody_with_blocks_found_before_it() -> None:
+    """What is placed is asked back, once for each alarm; what has arrived begins anew, from nothing that was cached."""
+    decode = Decode("PUSH")
+    leave(decode.manager, PROMPT[:8])
+    decode.place()
+    decode.scheduler.auditor.alarm = True
+    (cancel,) = decode.hear()
+    assert isinstance(cancel, Cancel) and cancel.request_id == "r" and decode.hear() == []
+    decode = Decode("PUSH")
+    leave(decode.manager, PROMPT[:8])
+    decode.place()
+    decode.first()
+    (arrived,) = decode.scheduler.arriving
+    decode.scheduler.auditor.alarm = True
+    decode.scheduler._drop_what_was_restored()
+    assert not decode.scheduler.arriving and not decode.scheduler.running and arrived not in decode.scheduler.waiting
+    (output,) = decode.scheduler.take_outputs()
+    assert output.finish_reason == "error" and "audit" in (output.error or "")
+
+
 # ------------------------------------------------------------------------------------------ the prefill role
 
 

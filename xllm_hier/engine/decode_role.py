@@ -110,6 +110,7 @@ class DecodeRole:
         self._by_pull: dict[int, _Inbound] = {}
         self._events: list[PeerEvent | PullDone] = []
         self._held: list[_Held] = []
+        self._alarm = False  # of the audit, seen already
         self.num_taken = self.num_failed_pulls = 0
         links.load = self._load
 
@@ -163,8 +164,20 @@ class DecodeRole:
                 self._on_lost(event)
             else:
                 self._on_message(event.peer, event.message)
+        self._leave_what_is_distrusted()
         self._place_queued()
         self._release_held(settled)
+
+    def _leave_what_is_distrusted(self) -> None:
+        """An audit found a wrong block: what was placed beside found blocks must be placed anew, with none of them."""
+        before, self._alarm = self._alarm, self._scheduler.auditor.alarm
+        if before or not self._alarm:
+            return
+        for request in self._requests.values():
+            if request.phase not in (Phase.QUEUED, Phase.RUNNING):
+                self._links.send(
+                    request.peer, Cancel(request.request_id, "an audit found that cached blocks are wrong")
+                )
 
     def _on_message(self, peer: str, message: Any) -> None:
         if isinstance(message, AddNewRequests):

@@ -193,6 +193,10 @@ class Scheduler:
         """An audit found a wrong block: whoever may have computed from it must not go on, nor leave blocks behind."""
         for sequence in list(self.canonical):
             self._end_canonical(sequence)
+        for sequence in self.arriving:  # none of them stays: what they hold came from elsewhere
+            sequence.state = SequenceState.RUNNING
+        self.running += self.arriving
+        self.arriving.clear()
         for sequence in [*self.running, *self.waiting]:
             queue = self.running if sequence in self.running else self.waiting
             if sequence.num_generated and (sequence.usage is None or sequence.usage.computed < sequence.prompt_length):
