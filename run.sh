@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # The one entry for people and CI: sets up what a command needs (quick the second time) and runs it.
 #   bash run.sh serve [flags]     an OpenAI server with three cache tiers and an embedded store
+#   bash run.sh service [flags]   the service in front of several instances (docs/service.md)
+#   bash run.sh cluster [--instances 2] [--masters 2] [serve flags]   all of it on this machine
 #   bash run.sh test [pytest args]
 #   bash run.sh demo              the same question answered cold and from each tier, restart included
 #   bash run.sh bench NAME [--quick] [--json]
@@ -40,6 +42,17 @@ system_libraries() {
   fi
 }
 
+need_etcd() {
+  command -v etcd >/dev/null 2>&1 && return 0
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
+    say "installing etcd-server"
+    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq etcd-server etcd-client >/dev/null
+  else
+    say "missing etcd; run: sudo apt-get install -y etcd-server"
+    exit 1
+  fi
+}
+
 # $1: run | dev. The stamp makes the second time quick.
 set_up() {
   local kind=$1 chosen wanted stamp
@@ -66,8 +79,16 @@ case "$command" in
   serve)
     set_up run
     exec "$VENV/bin/python" -m xllm_hier.serve --enable_kvcache_store=true --host_blocks_factor=2 "$@" ;;
+  service)
+    set_up run
+    exec "$VENV/bin/python" -m xllm_hier.service "$@" ;;
+  cluster)
+    set_up run
+    need_etcd
+    exec "$VENV/bin/python" scripts/local_cluster.py "$@" ;;
   test)
     set_up dev
+    (need_etcd) || say "without etcd its tests are skipped"
     exec "$VENV/bin/python" -m pytest "$@" ;;
   demo)
     set_up run
@@ -87,5 +108,5 @@ case "$command" in
     if [ -x "$VENV/bin/python" ]; then PYTHON="$VENV/bin/python"; fi
     exec "$PYTHON" scripts/gpu_check.py "$@" ;;
   *)
-    sed -n '2,10p' "$0"; [ "$command" = help ] ;;
+    sed -n '2,12p' "$0"; [ "$command" = help ] ;;
 esac

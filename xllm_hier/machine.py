@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import importlib.util
+import os
 import socket
 from pathlib import Path
 
 from .errors import ConfigError
+
+_LOCK_FILE = "xllm.lock"
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -24,6 +28,18 @@ def check_address(name: str, address: str, allowed: str = "host:port") -> None:
         split_address(address)
     except ValueError:
         raise ConfigError(name, address, allowed) from None
+
+
+def etcd_endpoints(address: str) -> list[str]:
+    """The host:port of each etcd in `address`, separated by `;` or `,`, with or without `etcd://` before them. Raises
+    ConfigError."""
+    parts = [part.strip() for part in address.removeprefix("etcd://").replace(",", ";").split(";")]
+    for part in parts:
+        allowed = "host:port, several separated by ; (without http://)"
+        if "/" in part:
+            raise ConfigError("etcd_addr", part, allowed)
+        check_address("etcd_addr", part, allowed)
+    return parts
 
 
 def check_model_folder(name: str, value: str) -> None:
@@ -50,6 +66,26 @@ def take_port(name: str, host: str, port: int, *, reuse: bool = False) -> socket
         found.close()
         raise ConfigError(name, f"{host}:{port}", f"an address that can be bound ({error.strerror})") from None
     return found
+
+
+def take_folder(name: str, path: str) -> int:
+    """A descriptor that keeps a folder from other instances while it is open; the folder is made if it is not there.
+
+    Raises:
+        ConfigError: it cannot be made or written to, or another instance has it.
+    """
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(name, path, f"a folder that can be written to ({error.strerror})") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise ConfigError(name, path, "a folder that no other running instance uses") from None
+    return descriptor
 
 
 def check_device(name: str) -> None:
