@@ -16,6 +16,7 @@ from simulation.rows import hashes_of
 
 from xllm_hier.engine.audit import Auditor
 from xllm_hier.engine.block_manager import HierarchyBlockManagerPool
+from xllm_hier.engine.cache_journal import CacheJournal
 from xllm_hier.engine.restore_policy import RestorePolicy
 from xllm_hier.engine.scheduler import Scheduler
 from xllm_hier.engine.store_reads import ReadLimits
@@ -254,6 +255,7 @@ class Simulation:
     audit_rate: int = 0
     enable_prefix_cache: bool = True
     faults: Faults = field(default_factory=Faults)
+    journal: CacheJournal | None = None
     share: float = 1.0  # of the pending answers that arrive per step
 
     def __post_init__(self) -> None:
@@ -278,6 +280,7 @@ class Simulation:
             decode_kv_reuse=self.decode_kv_reuse,
             limits=ReadLimits(self.prefetch_batch_size, timeout_ms=0, deadline_ms=self.prefetch_deadline_ms),
             policy=self.policy,
+            journal=self.journal,
         )
         self.scheduler = Scheduler(
             self.manager,

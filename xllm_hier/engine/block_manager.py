@@ -19,6 +19,7 @@ from ..block import BlockType, common_boundary
 from ..plans import HOLE, StateMoves, TypeSizes
 from .account import PrefixAccount
 from .block_pool import BlockPool
+from .cache_journal import CacheJournal
 from .checkpoints import Checkpoints
 from .drafts import Drafting
 from .loads import Load, Loads
@@ -38,7 +39,7 @@ class HierarchyBlockManagerPool:
 
     `store_enabled` False switches the store off, `enable_prefix_cache` False all reuse. `policy` decides what is
     restored; None: whatever can be. A draft model's blocks (`drafting`) have the numbers of the target's and move with
-    them.
+    them. `journal`, if there is one, hears of every block that can be had, or no more.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class HierarchyBlockManagerPool:
         limits: ReadLimits | None = None,
         policy: RestorePolicy | None = None,
         drafting: Drafting | None = None,
+        journal: CacheJournal | None = None,
     ) -> None:
         self.drafting = drafting or Drafting()
         self.link = link
@@ -69,6 +71,9 @@ class HierarchyBlockManagerPool:
         self._rules = [pools.rule for pools in self.pools.values()]
         self.tables = [pools for pools in self.pools.values() if pools.type is not BlockType.LINEAR]
         self._stride_blocks = {kind: -(-tokens // block_size) for kind, tokens in (strides or {}).items()}
+        self.journal = journal
+        if journal is not None:
+            journal.watch(self.pools)
         linear = self.pools.get(BlockType.LINEAR)
         self._checkpoints = Checkpoints(linear, self._is_kept) if linear is not None else None
         first = self.pools[self.types[0]]
@@ -88,6 +93,7 @@ class HierarchyBlockManagerPool:
             self.new_id,
             store_enabled=self.store_enabled,
             draft_types=draft_types,
+            journal=journal,
         )
         self.store_reads = StoreReads(
             link,
@@ -98,6 +104,7 @@ class HierarchyBlockManagerPool:
             candidates=self._num_candidates,
             restorable=self._num_restorable,
             on_found=self.write_back.store_answers,
+            journal=journal,
         )
 
     def use_store(self, enabled: bool) -> None:
@@ -325,6 +332,8 @@ class HierarchyBlockManagerPool:
             pools, block_hash = item.pools, sequence.hash_of(item.index)
             block = next(free[pools.type]) if item.device is None else item.device
             if item.host is not None:
+                if self.journal is not None:
+                    self.journal.learn(sequence, item.index)
                 self.loads.plan(Load(pools.type, item.host, block, block_hash))
                 pools.device.publish(block, block_hash, pools.parent(sequence.parent_of(item.index)))
             sequence.held[pools.type].put(item.index, block)
@@ -464,6 +473,8 @@ class HierarchyBlockManagerPool:
     def _publish_block(self, sequence: Sequence, pools: TypePools, index: int, put: bool) -> None:
         held, block_hash = sequence.held[pools.type], sequence.hash_of(index)
         block = held.block(index)
+        if self.journal is not None:
+            self.journal.learn(sequence, index)
         if not pools.device.publish(block, block_hash, pools.parent(sequence.parent_of(index))):
             same = pools.device.find(block_hash)  # go on from the block others find: two copies help nobody
             if same is not None and same != block:

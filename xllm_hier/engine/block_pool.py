@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 
 from ..errors import InvariantError
@@ -27,7 +27,10 @@ class BlockState(IntEnum):
 
 
 class BlockPool:
-    """`num_blocks` block ids, 0 to num_blocks - 1; used by one thread."""
+    """`num_blocks` block ids, 0 to num_blocks - 1; used by one thread.
+
+    `on_stored` and `on_removed`, where set, are told the hash of each block that enters and leaves the index.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -43,6 +46,8 @@ class BlockPool:
         self._leaves: list[tuple[int, int]] = []  # heap of (last_used, block); entries may be stale
         self._num_evictable = 0
         self._clock = 0
+        self.on_stored: Callable[[bytes], None] | None = None
+        self.on_removed: Callable[[bytes], None] | None = None
 
     # ------------------------------------------------------------------------------------------- counts
 
@@ -190,6 +195,8 @@ class BlockPool:
         self._num_children[parent_hash] = self._num_children.get(parent_hash, 0) + 1
         self._num_evictable += 1  # it is pinned, which the next line counts
         self._pin_changed(block, +1)
+        if self.on_stored is not None:
+            self.on_stored(block_hash)
         return True
 
     def withdraw(self, block: int) -> None:
@@ -223,6 +230,8 @@ class BlockPool:
             parent = self._index.get(parent_hash)
             if parent is not None:
                 self._offer(parent)
+        if self.on_removed is not None:
+            self.on_removed(self._hash[block])
         self._hash[block] = self._parent[block] = NO_HASH
 
     # ---------------------------------------------------------------------------------------------- checks

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from ..block import BlockType, common_boundary
 from ..plans import HIT, PrefetchAnswer, PrefetchFromStorage, ProbeAnswer, ProbeStorage, ints
+from .cache_journal import CacheJournal
 from .prefetch import PrefetchResult
 from .restore_policy import RestorePolicy
 from .sequence import Sequence
@@ -110,7 +111,9 @@ class StoreReads:
         candidates: Callable[[Sequence], int],
         restorable: Callable[[Sequence], int],
         on_found: Callable[[], None],
+        journal: CacheJournal | None = None,
     ) -> None:
+        self._journal = journal
         self._link = link
         self._pools = pools
         self._new_id = new_id
@@ -261,6 +264,8 @@ class StoreReads:
             operation.columns, boundary = [], 0
             self._policy.count("store", "recomputed")
         operation.missed |= {(kind, sequence.hash_of(index)) for kind, index in set(probe.columns) - found}
+        for kind, index in probe.columns:
+            self._note(kind, sequence, index, found=(kind, index) in found)
         operation.result = self._new_result(len(operation.columns), operation.started)
         self._mount(sequence, boundary)
 
@@ -423,6 +428,7 @@ class StoreReads:
             pools, held = self._pools[kind], sequence.held[kind]
             self._num_targets[kind] -= 1
             if result.is_hit(column):
+                self._note(kind, sequence, index, found=True)
                 pools.host.publish(target, sequence.hash_of(index), pools.parent(sequence.parent_of(index)))
                 held.mounted[index] = target
                 held.from_store.add(index)
@@ -436,11 +442,21 @@ class StoreReads:
             if result.is_unknown(column):
                 self._leave_alone(kind, target)
             else:
+                self._note(kind, sequence, index, found=False)
                 pools.host.unpin([target])
         if num_hits:
             self._on_found()
         self._judge(operation, num_hits, weight)
         self.unmount(sequence, 0 if sequence.aborted else self._restorable(sequence))
+
+    def _note(self, block_type: BlockType, sequence: Sequence, index: int, *, found: bool) -> None:
+        if self._journal is None:
+            return
+        if found:
+            self._journal.learn(sequence, index)
+            self._journal.in_store(block_type, [sequence.hash_of(index)])
+        else:
+            self._journal.not_in_store(block_type, [sequence.hash_of(index)])
 
     def _judge(self, operation: _Prefetch, num_hits: int, weight: float) -> None:
         # A few blocks, or none, take as long as a batch of them; what was not waited for took at least until now.

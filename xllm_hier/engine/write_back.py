@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from ..block import BlockType
 from ..plans import BlockMapping, OffloadCopied, OffloadStored, RemoteBlocks, TransferKvBlocks, ints
+from .cache_journal import CacheJournal
 from .type_blocks import TypePools
 
 log = logging.getLogger("xllm.engine")
@@ -107,8 +108,10 @@ class WriteBack:
         *,
         store_enabled: bool,
         draft_types: tuple[str, ...] = (),
+        journal: CacheJournal | None = None,
     ) -> None:
         self._draft_types = draft_types
+        self._journal = journal
         self._link = link
         self._pools = pools
         self._new_id = new_id
@@ -210,13 +213,16 @@ class WriteBack:
             return
         offload.stored[answer.rank] = answer.num_stored
         if offload.pairs[0].put and len(offload.stored) == self._link.num_workers:
-            contents = {pair.content for pair in offload.pairs}
+            contents = dict.fromkeys(pair.content for pair in offload.pairs)
             stored = min(offload.stored.values()) == len(contents)  # one rank's miss is a miss for all
             self.store_works = stored or not self.store_enabled
             if stored:
-                self._unstored -= contents
+                self._unstored.difference_update(contents)
+                if self._journal is not None:
+                    for kind, block_hash in contents:
+                        self._journal.in_store(kind, [block_hash])
             elif len(self._unstored) < sum(pools.host.num_blocks for pools in self._pools.values()):
-                self._unstored |= contents
+                self._unstored.update(contents)
         self._finish(answer.transfer_id, offload)
 
     def _finish(self, transfer_id: int, offload: _Offload) -> None:
