@@ -13,7 +13,7 @@ import pytest
 from scripted_engine import RunningApi, ScriptedEngine, byte_ids, fail, make_tokenizer, say
 
 from xllm_hier.api.engine_client import EngineClient
-from xllm_hier.api.server import _listen
+from xllm_hier.api.listening import listen
 from xllm_hier.errors import EngineDeadError, RequestError, StartupError
 from xllm_hier.plans import AddRequest, SamplingSpec, ints
 
@@ -372,7 +372,7 @@ def test_answers_do_not_wait_for_the_peers_acknowledgement():
     """40 ms each without TCP_NODELAY, which asyncio sets only on sockets that name their protocol."""
 
     async def work():
-        with _listen("127.0.0.1", 0) as listener:
+        with listen("127.0.0.1", 0) as listener:
             accepted = asyncio.get_running_loop().create_future()
 
             class Peer(asyncio.Protocol):

@@ -17,8 +17,8 @@ PACKAGE = ROOT / "xllm_hier"
 FLOORS = [
     ["errors"],
     ["machine", "settings"],
-    ["block", "hashing", "config"],
-    ["store_key", "plans", "host_memory"],
+    ["block", "hashing", "config", "registry"],
+    ["store_key", "plans", "host_memory", "kv_events"],
     ["peer_plans"],
     ["wire", "embedded_store"],
     [
@@ -28,6 +28,7 @@ FLOORS = [
         "engine.prefetch",
         "engine.sequence",
         "engine.checkpoints",
+        "engine.cache_journal",
         "engine.write_back",
         "engine.restore_policy",
         "engine.audit",
@@ -39,6 +40,7 @@ FLOORS = [
         "engine.scheduler",
         "engine.handover",
         "engine.peer_links",
+        "engine.kv_publisher",
         "engine.prefill_role",
         "engine.decode_role",
     ],
@@ -47,6 +49,7 @@ FLOORS = [
     ["api.engine_client", "api.sampling", "api.output", "api.tokenizer", "api.refusal"],
     ["api"],
     ["launch"],
+    ["service"],
     ["llm"],
     ["serve", "__init__"],
 ]

@@ -19,22 +19,26 @@ from .machine import (
     check_device,
     check_model_folder,
     check_port_free,
+    etcd_endpoints,
     has_rdma,
     split_address,
+    take_folder,
     take_port,
 )
 from .settings import check_value, read_sources, setting
 
-MODEL, CACHE, STORE, ENGINE, DISAGG, SERVER, LIMITS = (
+MODEL, CACHE, STORE, ENGINE, DISAGG, CLUSTER, SERVER, LIMITS = (
     "model",
     "cache tiers",
     "store (tier 3)",
     "scheduling and execution",
     "prefill and decode on separate instances",
+    "cluster",
     "server",
     "time limits",
 )
 GIB = 1 << 30
+_LEAST_DISK = 16 << 20
 TRANSFER_PORTS = 8  # for each worker: its Transfer Engine takes two of a range, a direct store client two each time
 
 
@@ -173,6 +177,19 @@ class EngineConfig:
         "base endpoint of direct clients; worker r takes port + r, the whole range must be free",
     )
     store_segment_size: int = setting(4 * GIB, STORE, "memory of the embedded store", unit="bytes", low=16 << 20)
+    embedded_store_dir: str = setting(
+        "",
+        STORE,
+        "folder in which the embedded store keeps its objects on disk, so that they survive a restart of everything; "
+        "empty = memory only",
+    )
+    embedded_store_disk_size: int = setting(
+        0,
+        STORE,
+        "of embedded_store_dir at most, what was not read for longest goes first; 0 = nine tenths of the disk",
+        unit="bytes",
+        low=0,
+    )
     prefetch_batch_size: int = setting(8, STORE, "logical blocks per prefetch batch", unit="blocks", low=1)
     prefetch_timeout: int = setting(
         30000,
@@ -243,7 +260,10 @@ class EngineConfig:
         choices=("PUSH", "PULL"),
     )
     decode_instances: str = setting(
-        "", DISAGG, "comma list of host:port of the DECODE instances (their disagg_pd_port) a PREFILL instance hands to"
+        "",
+        DISAGG,
+        "comma list of host:port of the DECODE instances (their disagg_pd_port) a PREFILL instance hands to; with "
+        "etcd_addr it may be empty: the registry tells which there are",
     )
     disagg_pd_host: str = setting(
         "127.0.0.1",
@@ -264,12 +284,40 @@ class EngineConfig:
         "tcp", DISAGG, "of the transfers; a failure of rdma is an error, never tcp", choices=("tcp", "rdma", "ascend")
     )
     heart_beat_interval: float = setting(
-        0.5, DISAGG, "between two signs of life of an instance to its peers", unit="s", low=0.05
+        0.5, DISAGG, "between two signs of life of an instance to its peers and to the service", unit="s", low=0.05
+    )
+
+    etcd_addr: str = setting(
+        "",
+        CLUSTER,
+        "host:port of etcd, several separated by ;: the instance registers there and is found by the service; user and "
+        "password come from ETCD_USERNAME and ETCD_PASSWORD; empty = it stands alone",
+    )
+    etcd_namespace: str = setting("", CLUSTER, "prefix of all keys in etcd: clusters that must not see each other")
+    etcd_ttl: int = setting(3, CLUSTER, "of the registration, after which a dead instance is gone", unit="s", low=1)
+    advertise_host: str = setting(
+        "", CLUSTER, "address under which service and peers reach this instance; empty = host"
+    )
+    enable_kv_events: bool = setting(
+        False, CLUSTER, "publish which blocks the caches have, for routers; always with etcd_addr"
+    )
+    kv_events_port: int = setting(
+        0,
+        CLUSTER,
+        "port where cache events are published, as vLLM's, without authentication; 0 = a free one",
+        low=0,
+        high=65535,
+    )
+    kv_events_replay_port: int = setting(
+        0, CLUSTER, "port that answers who has missed events; 0 = a free one", low=0, high=65535
     )
 
     host: str = setting("127.0.0.1", SERVER, "address of the HTTP server")
     port: int = setting(8010, SERVER, "port of the HTTP server; 0 = a free one, printed at start", low=0, high=65535)
     served_model_name: str = setting("", SERVER, "name in the API; empty = model_id")
+    api_key: str = setting(
+        "", SERVER, "bearer token that /v1/* asks for; empty = whoever reaches the port may use it (see XLLM_API_KEY)"
+    )
     admin_token: str = setting("", SERVER, "bearer token of /cache/*; empty = only loopback may call them")
     log_level: str = setting("info", SERVER, "of all processes", choices=("debug", "info", "warning", "error"))
     log_requests: bool = setting(False, SERVER, "log each HTTP request")
@@ -315,6 +363,8 @@ class EngineConfig:
                 "prefill_tile_rows", self.prefill_tile_rows, f"a multiple of block_size {self.block_size}"
             )
         self._check_disagg()
+        self._check_cluster()
+        self._check_embedded_store()
         if self.enable_kvcache_store:
             check_address("store_local_hostname", self.store_local_hostname)
             if self.store_client_address:
@@ -343,14 +393,33 @@ class EngineConfig:
             check_address("decode_instances", address, "a comma list of host:port")
         if len(set(self.decode_addresses)) < len(self.decode_addresses):
             raise ConfigError("decode_instances", self.decode_instances, "each instance once")
-        if role == "PREFILL" and not self.decode_instances:
-            raise ConfigError("decode_instances", "", "at least one host:port with --instance_role=PREFILL")
+        if role == "PREFILL" and not self.decode_instances and not self.etcd_addr:
+            allowed = "at least one host:port with --instance_role=PREFILL and without --etcd_addr"
+            raise ConfigError("decode_instances", "", allowed)
         first, last = self.transfer_listen_port, self.transfer_listen_port + TRANSFER_PORTS * self.tp_size - 1
         if self.enable_disagg_pd and first and (last > 65535 or (last >= 32768 and first <= 60999)):
             allowed = f"0, or a port from which {last - first + 1} lie outside of 32768 to 60999 and below 65536"
             raise ConfigError("transfer_listen_port", first, allowed)
         if self.peer_timeout_s < 2 * self.heart_beat_interval:
             raise ConfigError("peer_timeout_s", self.peer_timeout_s, "at least two heart_beat_interval")
+
+    def _check_cluster(self) -> None:
+        if self.etcd_addr:
+            etcd_endpoints(self.etcd_addr)
+        if self.etcd_addr and self.reachable_host in ("0.0.0.0", "::", ""):
+            allowed = f"an address that others reach, as --host={self.host} is none"
+            raise ConfigError("advertise_host", self.advertise_host, allowed)
+        if self.kv_events_port and self.kv_events_port == self.kv_events_replay_port:
+            raise ConfigError("kv_events_replay_port", self.kv_events_port, "another port than kv_events_port, or 0")
+
+    def _check_embedded_store(self) -> None:
+        if self.embedded_store_dir and not self.embedded_store:
+            allowed = "empty unless --enable_kvcache_store=true without --store_master_server_address"
+            raise ConfigError("embedded_store_dir", self.embedded_store_dir, allowed)
+        nbytes = self.embedded_store_disk_size
+        if nbytes and not (self.embedded_store_dir and nbytes >= _LEAST_DISK):
+            allowed = f"0, or at least {_LEAST_DISK} with --embedded_store_dir"
+            raise ConfigError("embedded_store_disk_size", nbytes, allowed)
 
     def _check_master(self) -> None:
         address = self.store_master_server_address
@@ -383,6 +452,15 @@ class EngineConfig:
     def decode_addresses(self) -> list[str]:
         """The host:port of each decode instance that a prefill instance hands its requests to."""
         return [address.strip() for address in self.decode_instances.split(",") if address.strip()]
+
+    @property
+    def reachable_host(self) -> str:
+        """What others are told of where this instance is."""
+        return self.advertise_host or self.host
+
+    @property
+    def publishes_events(self) -> bool:
+        return self.enable_kv_events or bool(self.etcd_addr)
 
     @property
     def embedded_store(self) -> bool:
@@ -422,6 +500,8 @@ class EngineConfig:
             check_port_free("port", self.host, self.port)
         if self.enable_kvcache_store and self.store_protocol == "rdma" and not has_rdma():
             raise ConfigError("store_protocol", "rdma", "tcp on this machine: /sys/class/infiniband has no device")
+        if self.embedded_store_dir:
+            os.close(take_folder("embedded_store_dir", self.embedded_store_dir))
         if self.enable_disagg_pd:
             self._check_disagg_environment()
         for socket_ in self.take_store_endpoints():

@@ -20,7 +20,7 @@ from typing import Any
 
 from .plans import AddRequest, Ints, PromptUsage, RequestOutput, TransferEndpoint
 
-PROTOCOL = 1  # of the messages below: any change of theirs, or of plans they contain, is a new version
+PROTOCOL = 2  # of the messages below: any change of theirs, or of plans they contain, is a new version
 
 
 @dataclass(frozen=True)

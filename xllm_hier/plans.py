@@ -46,6 +46,7 @@ class AddRequest:
     """A tokenised request. `stop_token_ids` end it (the token is part of the output); `ignore_eos` disables
     `eos_token_ids`. `prompt_logprobs` None = none, else as `num_logprobs`, for every prompt token but the first: such a
     request computes its whole prompt. Smaller `priority` runs first. `cache_salt` separates name spaces of prefixes.
+    `decode_instance` is the name of the one a prefill instance is to hand it to, if that can be; empty: whichever.
     """
 
     request_id: str
@@ -59,6 +60,7 @@ class AddRequest:
     prompt_logprobs: int | None = None
     cache_salt: str = ""
     priority: int = 0
+    decode_instance: str = ""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,9 @@ class AbortRequest:
 class Call:
     """A question or an order to the engine, answered by one `CallResult` with the same `call_id`.
 
-    `method`: `info` | `stats` | `clear_cache` (args: tiers) | `drain` (refuse new requests, answer when none is open).
+    `method`: `info` | `stats` | `clear_cache` (args: tiers) | `drain` (refuse new requests, answer when none is open) |
+    `decode_instances` (args: instances, the control addresses of those in the registry by name) | `attach_store` |
+    `detach_store`.
     """
 
     call_id: int

@@ -34,15 +34,22 @@ def setting(
 
 
 def read_sources(
-    cls: type, argv: Sequence[str], environ: Mapping[str, str], prog: str, overrides: Mapping[str, Any] | None
+    cls: type,
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    prog: str,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    what: str = "One xllm_hier instance.",
 ) -> dict[str, Any]:
     """Values of the settings of `cls` by name, from wherever they are given; `overrides` yield to every source.
+    `what` is the first sentence of the help.
 
     Raises:
         ConfigError: unknown flag or name, or a value that does not parse.
         SystemExit: after `--help` (code 0).
     """
-    given, config_file = _parse_command_line(cls, _normalise(cls, argv), prog)
+    given, config_file = _parse_command_line(cls, _normalise(cls, argv), prog, what)
     values: dict[str, Any] = dict(overrides or {})
     config_file = config_file or environ.get("XLLM_CONFIG", "")
     if config_file:
@@ -131,13 +138,12 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError("command line", message, "see --help")
 
 
-def _parse_command_line(cls: type, argv: Iterator[str], prog: str) -> tuple[dict[str, str], str]:
+def _parse_command_line(cls: type, argv: Iterator[str], prog: str, what: str) -> tuple[dict[str, str], str]:
     parser = _Parser(
         prog=prog,
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=42, width=120),
-        description="One xllm_hier instance. Each flag is also a key of the --config file and, as XLLM_<NAME>, of the "
-        "environment.",
+        description=f"{what} Each flag is also a key of the --config file and, as XLLM_<NAME>, of the environment.",
     )
     parser.add_argument("--config", default="", metavar="FILE", help="JSON or YAML file with the same names as keys")
     groups: dict[str, Any] = {}

@@ -94,6 +94,8 @@ async def attach(body: StoreAddress, request: Request) -> dict[str, Any]:
         raise Refusal("say where the store is", param="store_master_server_address")
     answer = await service.client.call("attach_store", _CALL_S, **given)
     service.store_config = config
+    if service.registration is not None:
+        service.registration.renew(config)
     return {**_described(config, answer["state"]), **answer}
 
 

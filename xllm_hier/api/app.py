@@ -14,6 +14,7 @@ from .. import __version__
 from ..config import EngineConfig
 from ..errors import EngineDeadError, RequestError
 from . import admin
+from .auth import ApiKeyGate
 from .engine_client import EngineClient
 from .protocol import ChatRequest, CompletionRequest, describe
 from .refusal import ErrorAnswer, Refusal, body_of, error_body
@@ -34,7 +35,15 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: Engine
     app.state.service = Service(client, tokenizer, config)
     app.include_router(router)
     app.include_router(admin.router)
-    app.add_middleware(_BodyLimit)
+    app.add_middleware(BodyLimit)
+    if config.api_key:
+        app.add_middleware(ApiKeyGate, api_key=config.api_key)
+    add_error_answers(app)
+    return app
+
+
+def add_error_answers(app: FastAPI) -> None:
+    """Answer every error of a route in OpenAI's words."""
     app.add_exception_handler(RequestError, _request_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(EngineDeadError, _engine_dead)
@@ -42,7 +51,6 @@ def create_app(client: EngineClient, tokenizer: Tokenizer | None, config: Engine
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientGoneError, _client_gone)
     app.add_exception_handler(Exception, _own_fault)
-    return app
 
 
 @router.post("/v1/completions", tags=["openai"])
@@ -108,6 +116,7 @@ async def health(request: Request) -> Response:
             "waiting": values.get("waiting", 0),
             "version": __version__,
             **({"role": pair["role"], "peers": pair["peers"]} if pair else {}),
+            **({"registry": service.registration.state} if service.registration is not None else {}),
         }
     )
 
@@ -158,7 +167,7 @@ async def _own_fault(request: Request, error: Exception) -> Response:
     return ErrorAnswer(error_body("the server has a fault; its log tells more", 500), 500)
 
 
-class _BodyLimit:
+class BodyLimit:
     """Refuses bodies above MAX_BODY_BYTES before they are whole in memory."""
 
     def __init__(self, app: ASGIApp) -> None:

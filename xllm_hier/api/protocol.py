@@ -38,6 +38,16 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: Literal[False] = False
 
 
+class Routing(BaseModel):
+    """What the service adds: whom it chose, the prompts as it tokenised them, and the id it gave the request."""
+
+    model_config = ConfigDict(extra="forbid")
+    prefill_name: str = ""
+    decode_name: str = ""
+    token_ids: list[list[StrictInt]] | None = None
+    service_request_id: str = Field(default="", pattern=r"^[A-Za-z0-9._:-]{0,128}$")
+
+
 class _Request(BaseModel):
     """What both endpoints have in common."""
 
@@ -65,6 +75,7 @@ class _Request(BaseModel):
     prompt_logprobs: StrictInt | None = None
     return_token_ids: StrictBool = Field(default=False, description="adds token_ids to each choice")
     cache_salt: str = Field(default="", description="prefixes are shared only between equal salts")
+    routing: Routing = Field(default_factory=Routing, description="set by the service in front")
     priority: StrictInt = Field(default=0, ge=-(1 << 31), lt=1 << 31, description="smaller runs first")
 
     @model_validator(mode="before")

@@ -102,6 +102,7 @@ def build_requests(
     *,
     cache_salt: str = "",
     priority: int = 0,
+    decode_instance: str = "",
 ) -> list[AddRequest]:
     """One engine request for each of the `params.n` choices of one prompt, ids `<request_id>-<i>`.
 
@@ -138,6 +139,7 @@ def build_requests(
             prompt_logprobs=params.prompt_logprobs,
             cache_salt=cache_salt,
             priority=priority,
+            decode_instance=decode_instance,
         )
         for choice in range(params.n)
     ]

@@ -20,6 +20,7 @@ from .metrics import ApiMetrics, EngineStats
 from .output import ChoiceDecoder
 from .protocol import ChatRequest, CompletionRequest
 from .refusal import Refusal
+from .registration import Registration
 from .sampling import SamplingParams, ServedModel, build_requests, check_token_ids
 from .streaming import EventStream, until_disconnected
 from .tokenizer import Tokenizer
@@ -38,6 +39,7 @@ class Service:
         self.client = client
         self.tokenizer = tokenizer
         self.config = config
+        self.registration: Registration | None = None
         self.store_config = config  # where the store is now: it can be attached elsewhere
         self.stats = EngineStats(client)
         self.metrics = ApiMetrics(self.stats)
@@ -53,7 +55,7 @@ class Service:
         self._check_model(body.model)
         params = body.sampling_params()
         prompts = await self._prompts(body)
-        request_id = f"cmpl-{secrets.token_hex(12)}"
+        request_id = body.routing.service_request_id or f"cmpl-{secrets.token_hex(12)}"
         choices = self._choices(self.model, prompts, params, request_id, body)
         views = [CompletionView(body, choice, self.tokenizer) for choice in choices]
         generation = Generation(self.client, self.admission, choices, times)
@@ -67,15 +69,10 @@ class Service:
         params = body.sampling_params()
         if self.tokenizer is None:
             raise RequestError("this model has no tokenizer; send token ids to /v1/completions", param="messages")
-        text, token_ids = await asyncio.to_thread(
-            self.tokenizer.encode_chat,
-            [message.for_template() for message in body.messages],
-            add_generation_prompt=body.generation_prompt,
-            continue_final_message=body.continue_final_message,
-            template_kwargs=body.chat_template_kwargs,
-        )
-        request_id = f"chatcmpl-{secrets.token_hex(12)}"
-        choices = self._choices(self.chat_model, [Prompt(text, token_ids)], params, request_id, body)
+        given = _given_prompts(body, 1)
+        prompt = Prompt(None, given[0]) if given else await encode_chat(self.tokenizer, body)
+        request_id = body.routing.service_request_id or f"chatcmpl-{secrets.token_hex(12)}"
+        choices = self._choices(self.chat_model, [prompt], params, request_id, body)
         views = [ChatView(body, choice, self.tokenizer) for choice in choices]
         generation = Generation(self.client, self.admission, choices, times)
         head = self._head(request_id, "chat.completion.chunk" if body.stream else "chat.completion")
@@ -97,7 +94,15 @@ class Service:
 
     async def _prompts(self, body: CompletionRequest) -> list[Prompt]:
         self.admission.check(len(body.prompts) * body.n)  # before any of them costs time
-        return [await self._prompt(prompt, body) for prompt in body.prompts]
+        prompts = body.prompts
+        if given := _given_prompts(body, len(prompts)):
+            for ids in given:
+                check_token_ids("routing.token_ids", ids, self.model.vocab_size)
+            return [
+                Prompt(prompt, ids) if isinstance(prompt, str) else await self._prompt(ids, body)
+                for prompt, ids in zip(prompts, given, strict=True)
+            ]
+        return [await self._prompt(prompt, body) for prompt in prompts]
 
     async def _prompt(self, prompt: str | list[int], body: CompletionRequest) -> Prompt:
         if isinstance(prompt, str):
@@ -130,6 +135,7 @@ class Service:
                 f"{request_id}-{number}",
                 cache_salt=body.cache_salt,
                 priority=body.priority,
+                decode_instance=body.routing.decode_name,
             )
             for item in requests:
                 decoder = ChoiceDecoder(
@@ -142,6 +148,26 @@ class Service:
                 )
                 choices.append(Choice(len(choices), prompt, item, decoder))
         return choices
+
+
+def _given_prompts(body: CompletionRequest | ChatRequest, count: int) -> list[list[int]]:
+    """The prompts as the service in front has tokenised them; empty when it has not. Raises RequestError."""
+    given = body.routing.token_ids or []
+    if given and len(given) != count:
+        raise RequestError(f"{len(given)} lists of token ids for {count} prompts", param="routing.token_ids")
+    return given
+
+
+async def encode_chat(tokenizer: Tokenizer, body: ChatRequest) -> Prompt:
+    """The prompt that the model's template makes of a chat. Raises RequestError."""
+    text, token_ids = await asyncio.to_thread(
+        tokenizer.encode_chat,
+        [message.for_template() for message in body.messages],
+        add_generation_prompt=body.generation_prompt,
+        continue_final_message=body.continue_final_message,
+        template_kwargs=body.chat_template_kwargs,
+    )
+    return Prompt(text, token_ids)
 
 
 async def _answer(

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import logging
 import signal
+import statistics
 import time
+import uuid
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,13 +44,15 @@ from ..plans import (
 from ..wire import Channel, Deadline, HasSocket
 from .audit import Auditor
 from .block_manager import HierarchyBlockManagerPool
+from .cache_journal import CacheJournal
 from .decode_role import DecodeRole
+from .kv_publisher import KvPublisher
 from .peer_links import PeerLinks
 from .prefill_role import PrefillRole
-from .rank_views import common_sizes, drafting_of, merge_worker_stats, pd_facts, worst_state
+from .rank_views import common_sizes, drafting_of, merge_worker_stats, pd_facts, store_keys, worst_state
 from .remote_worker import POLL_S, RemoteWorkers
 from .restore_policy import RestorePolicy
-from .scheduler import Scheduler, Step
+from .scheduler import RECENT, Scheduler, Step
 from .store_reads import ReadLimits
 
 log = logging.getLogger("xllm.engine")
@@ -90,6 +95,11 @@ class EngineCore:
         self.workers = workers
         first = ready[0]
         self.block_size = int(first.details["block_size"])
+        self.incarnation = links.incarnation if links is not None else uuid.uuid4().hex
+        self.journal = CacheJournal(self.block_size) if config.publishes_events else None
+        self.publisher: KvPublisher | None = None
+        self._step_s: deque[float] = deque(maxlen=RECENT)
+        self._store_states: dict[int, str] = {}
         self.manager = HierarchyBlockManagerPool(
             workers,
             block_size=self.block_size,
@@ -107,6 +117,7 @@ class EngineCore:
             ),
             policy=RestorePolicy(self.block_size, measured=config.restore_policy == "measured"),
             drafting=drafting_of(config.num_speculative_tokens, first.details.get("draft")),
+            journal=self.journal,
         )
         self._exact = bool(first.details.get("batch_invariant")) and config.decode_kv_reuse != "as_is"
         auditor = Auditor(
@@ -152,6 +163,31 @@ class EngineCore:
         self._compute_s = self._wait_s = self._draft_s = self._push_wait_s = 0.0
         self._worker_stats: dict[str, Any] = {"store_state": first.details.get("store_state", "detached")}
 
+    def publish_events(self, context: zmq.Context[Any]) -> None:
+        """Tell of the caches to whoever listens from now on. Raises StartupError when a port is taken."""
+        assert self.journal is not None
+        args = (self.config, self.journal, self.manager.types, self.incarnation)
+        self.publisher = KvPublisher(context, *args, load=self.load)
+        self._also.append(self.publisher)
+
+    def load(self) -> dict[str, Any]:
+        """What a router should know of this engine now: how much there is to do, and the rates measured here, None
+        where nothing was measured (lately)."""
+        scheduler, policy = self.scheduler, self.manager.policy
+        elsewhere = self.role.num_open if isinstance(self.role, DecodeRole) else 0
+        return {
+            "num_open": scheduler.num_open + elsewhere,
+            "num_waiting": len(scheduler.waiting) + len(scheduler.prefetching),
+            "num_running": len(scheduler.running),
+            "backlog_tokens": scheduler.backlog_tokens(),
+            "compute_s": policy.compute.value,
+            "load_s": policy.load.value,
+            "read_s": policy.read.value,
+            "step_s": statistics.median(self._step_s) if self._step_s else None,
+            "ttft_s": statistics.median(scheduler.first_token_s) if scheduler.first_token_s else None,
+            "store_state": worst_state(list(self._store_states.values())),
+        }
+
     # ------------------------------------------------------------------------------------------------ loop
 
     def run(self) -> None:
@@ -175,6 +211,8 @@ class EngineCore:
         self.manager.transfer_offload_blocks()
         self._send_outputs()
         self._settle()
+        if self.publisher is not None:
+            self.publisher.tick()
 
     def answer_all_open(self, error: EngineDeadError) -> None:
         """Nothing can be computed any more: every open request gets `error`."""
@@ -211,6 +249,8 @@ class EngineCore:
         if isinstance(self.role, PrefillRole):
             self.role.pushes_ended(output.failed_pushes, void=output.error is not None)
         if output.error is None:
+            if step.decode:
+                self._step_s.append(output.compute_s)
             prompt_tokens = sum(len(row.token_ids) for row in step.plan.prefill)
             generated = sum(len(row.token_ids) for row in step.plan.decode)
             self.manager.policy.computed(prompt_tokens, generated, output.compute_s)
@@ -277,8 +317,12 @@ class EngineCore:
         for answer in answers:
             self._on_worker(answer)
         self._listen_to_peers()
+        if self.publisher is not None:
+            self.publisher.tick()
         for rank, state in self.workers.take_states():
             self._mixed |= bool(state.get("mixed_numerics"))
+            if "store_state" in state:
+                self._store_states[rank] = str(state["store_state"])
             self.scheduler.auditor.exact = self._exact and not self._mixed
             self.manager.policy.loaded(rank, state.get("loaded_bytes", 0) / self._block_bytes, state.get("load_s", 0.0))
         while (message := self.api.receive(0)) is not None:
@@ -387,6 +431,10 @@ class EngineCore:
                 self._clears.append((call, Deadline(SETTLE_LIMIT_S)))
         elif call.method in ("attach_store", "detach_store"):
             self._switch_store(call)
+        elif call.method == "decode_instances":
+            if isinstance(self.role, PrefillRole) and self.links is not None:
+                self.links.ask(call.args["instances"])
+            self._answer(call, {})
         elif call.method == "drain":
             self._draining = True
             self._drains.append(call)
@@ -477,13 +525,23 @@ class EngineCore:
             "tier_bytes": self._tier_bytes,
             "details": self.ready[0].details,
             "pd_address": self.links.address if self.links is not None else "",
+            "incarnation": self.incarnation,
+            "events": self.publisher.events_address if self.publisher is not None else "",
+            "replay": self.publisher.replay_address if self.publisher is not None else "",
+            "store_keys": store_keys(self.ready),
+            "transfer_endpoints": [answer.endpoint.session for answer in self.ready if answer.endpoint is not None],
         }
 
     def _type_info(self, sizes: TypeSizes) -> dict[str, Any]:
         """Of one BlockType: blocks in each tier, and bytes of one on the device, all ranks together."""
         ours = [found for answer in self.ready for found in answer.all_types if found.block_type == sizes.block_type]
         nbytes = sum(found.block_bytes for found in ours)
-        return {"device": sizes.num_device_blocks, "host": sizes.num_host_blocks, "block_bytes": nbytes}
+        return {
+            "device": sizes.num_device_blocks,
+            "host": sizes.num_host_blocks,
+            "block_bytes": nbytes,
+            "span": sizes.span,
+        }
 
     def _answer_stats(self, call: Call, values: dict[int, dict[str, Any]]) -> None:
         if values:
@@ -558,6 +616,8 @@ def run_engine(config: EngineConfig, run_dir: str, ready: Callable[[dict[str, An
         answers = workers.wait_ready(config.startup_timeout_s)
         links = _new_links(context, config, answers)
         core = EngineCore(config, api, workers, answers, links)
+        if core.journal is not None:
+            core.publish_events(context)
         if stopped:
             return 0
         ready(core.info())
@@ -569,6 +629,8 @@ def run_engine(config: EngineConfig, run_dir: str, ready: Callable[[dict[str, An
     finally:
         if links is not None:
             links.close()
+        if core is not None and core.publisher is not None:
+            core.publisher.close()
         workers.broadcast(WorkerCall(0, "stop"))
         workers.close()
         api.close()

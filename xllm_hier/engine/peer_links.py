@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -168,6 +168,8 @@ class PeerLinks:
         self.address = f"{host}:{self.port}"
         self._asks = [Peer(address, _Line(context, address)) for address in config.decode_addresses]
         self._peers = {peer.address: peer for peer in self._asks}
+        self._configured = frozenset(self._peers)
+        self._named: dict[str, str] = {}
         self._events: list[PeerEvent] = []
         self._next_heartbeat = 0.0
 
@@ -180,6 +182,23 @@ class PeerLinks:
     def find(self, incarnation: str) -> Peer | None:
         """The linked peer of this name."""
         return next((peer for peer in self.linked if peer.incarnation == incarnation), None)
+
+    def ask(self, instances: Mapping[str, str]) -> None:
+        """The decode instances that a registry has now: address by name. They are asked beside the configured ones; who
+        is not among them any more is asked no more once it is lost."""
+        self._named = dict(instances)
+        for address in instances.values():
+            try:
+                peer = self._peer_at(address)
+            except ValueError as error:
+                log.error("the registry has a decode instance that cannot be reached: %s", error)
+                continue
+            if peer not in self._asks:
+                self._asks.append(peer)
+
+    def named(self, name: str) -> str:
+        """Address of the instance that the registry has under this name; else it may be an address itself."""
+        return self._named.get(name, name)
 
     @property
     def refusals(self) -> list[str]:
@@ -361,6 +380,8 @@ class PeerLinks:
             if peer.linked and now - peer.heard > self._limit_s:
                 self._send(peer, Bye(f"no sign of life for {self._limit_s:g} s"))
                 self._lose(peer, f"no sign of life for {self._limit_s:g} s")
+        wanted = self._configured.union(self._named.values())
+        self._asks = [peer for peer in self._asks if peer.address in wanted or peer.linked]
         self._forget_strangers()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._interval_s

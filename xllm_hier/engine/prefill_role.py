@@ -281,7 +281,8 @@ class PrefillRole:
             self._scheduler.end(late.sequence, "error", f"no decode instance takes the request: {why}", 503)
 
     def _seek(self, request: _Outbound, asked: dict[str, list[NewRequest]], burdens: Counter[str]) -> None:
-        """Ask the decode instance with the fewest open requests, `burdens` being ours by peer."""
+        """Ask the decode instance that the router chose, else that with the fewest open requests, `burdens` being ours
+        by peer."""
 
         def burden(peer: Peer) -> int:
             return max(peer.load.num_open, burdens[peer.incarnation])
@@ -292,7 +293,9 @@ class PrefillRole:
             request.pause = Deadline(_PAUSE_S)
             return
         sequence = request.sequence
-        request.peer, request.phase = min(peers, key=burden).incarnation, Phase.ASKED
+        wanted = self._links.named(sequence.request.decode_instance)
+        chosen = next((peer for peer in peers if peer.address == wanted), None) or min(peers, key=burden)
+        request.peer, request.phase = chosen.incarnation, Phase.ASKED
         burdens[request.peer] += 1
         generated = ints(sequence.tokens[sequence.prompt_length :])
         asked.setdefault(request.peer, []).append(NewRequest(sequence.request, generated))

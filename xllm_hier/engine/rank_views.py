@@ -48,6 +48,15 @@ def pd_facts(config: EngineConfig, ready: list[WorkerReady]) -> dict[str, Any]:
     return facts | {f"schema_hash of {one.role} {one.block_type} blocks": one.schema_hash for one in regions}
 
 
+def store_keys(ready: list[WorkerReady]) -> dict[str, list[str]]:
+    """By block type, the prefixes of the keys of all objects of one block, on all ranks and in all domains."""
+    keys: dict[str, list[str]] = {}
+    for answer in ready:
+        for kind, prefixes in answer.details.get("store_keys", {}).items():
+            keys[kind] = list(dict.fromkeys([*keys.get(kind, []), *prefixes]))
+    return keys
+
+
 def worst_state(states: list[str]) -> str:
     """Of the store's states on the ranks the one to worry about most; `detached` without any."""
     return max(states, key=_STATE_ORDER.index, default="detached")

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import bisect
 import logging
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -34,6 +36,8 @@ from .sequence import Sequence, SequenceState
 
 log = logging.getLogger("xllm.engine")
 
+MATCHED_REQUESTS = 64  # whose hits are looked up for a heartbeat: the rest counts in full
+RECENT = 32  # of what is told as a recent median
 CANONICAL_CHUNK = 256  # one prefill tile per step: what finished sequences may cost those still running
 
 
@@ -104,6 +108,7 @@ class Scheduler:
         self._next_arrival = 0
         self.num_preemptions = 0
         self.num_generated_tokens = 0
+        self.first_token_s: deque[float] = deque(maxlen=RECENT)
 
     # ------------------------------------------------------------------------------------------- admission
 
@@ -164,6 +169,14 @@ class Scheduler:
     def has_work(self) -> bool:
         """Something can be computed, or a queue must be looked at, without a new message."""
         return bool(self.waiting or self.running or self.arriving or self.canonical or self.auditor.has_work)
+
+    def backlog_tokens(self) -> int:
+        """Prompt tokens of open requests that are still to be computed, as far as caches do not have them."""
+        known = sum(max(0, sequence.prompt_length - sequence.num_computed) for sequence in self.running)
+        for number, sequence in enumerate([*self.waiting, *self.prefetching]):
+            hit = self.manager.match(sequence) if number < MATCHED_REQUESTS else 0
+            known += max(0, sequence.prompt_length - hit)
+        return known
 
     @property
     def num_open(self) -> int:
@@ -504,6 +517,8 @@ class Scheduler:
             reason = "length"
         first = not sequence.usage_sent
         sequence.usage_sent = True
+        if first:
+            self.first_token_s.append(time.monotonic() - sequence.arrived_at)
         self._outputs.append(
             RequestOutput(
                 request.request_id,

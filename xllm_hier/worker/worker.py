@@ -98,7 +98,7 @@ class Worker:
         factor = config.host_blocks_factor if config.host_cache_enabled else 0.0
         self.num_host_blocks = {kind: int(count * factor) for kind, count in self.num_device_blocks.items()}
         domains = [self._new_domain(component, runner) for component, runner in runners.items()]
-        self._domain = domains[0]
+        self._domains = domains
         identities = {MAIN: self.runner.identity}
         if self.draft is not None:
             identities[self.draft.component] = self.draft.identity
@@ -163,6 +163,7 @@ class Worker:
                     "store_state": self.transfer.store_state,
                     "host_bytes": self.transfer.host_bytes,
                     "draft": self._draft_details(),
+                    "store_keys": self._store_keys(),
                     **({"identity": self.runner.identity.text} if self.pd is not None else {}),
                 },
                 [
@@ -179,6 +180,15 @@ class Worker:
             except queue.Empty:
                 continue
             self._execute(plan)
+
+    def _store_keys(self) -> dict[str, list[str]]:
+        """By block type, what the keys of those objects begin with that this rank keeps in the store."""
+        keys: dict[str, list[str]] = {}
+        for domain in self._domains:
+            for kind, cache in domain.caches.items():
+                if cache.layout.kept_by(self.rank):
+                    keys.setdefault(kind.value, []).append(cache.prefix)
+        return keys
 
     def _draft_details(self) -> dict[str, Any] | None:
         """What the engine, and a reader, should know of the draft model; None: drafts need none, or there are none."""
@@ -238,6 +248,7 @@ class Worker:
             loaded_bytes, load_s = self.stats.total("h2d")
             state = {"doing": self._doing, "collectives": self.parallel.calls}
             state |= {"loaded_bytes": loaded_bytes, "load_s": load_s, "mixed_numerics": self.transfer.mixed_numerics}
+            state["store_state"] = self.transfer.store_state
             self.answer(WorkerResult(call.call_id, self.rank, state))
         elif call.method == "stats":
             state = {"store_state": self.transfer.store_state, "store_refused": self.transfer.store_refused}
@@ -274,7 +285,7 @@ class Worker:
             self.transfer.offload(plan)
 
     def _compare(self, plan: CompareBlocks) -> None:
-        cache = self._domain.caches[BlockType(plan.block_type)]
+        cache = self._domains[0].caches[BlockType(plan.block_type)]
         verdicts = compare_blocks(cache, plan.first.tolist(), plan.second.tolist())
         self.answer(BlocksCompared(plan.compare_id, self.rank, verdicts))
 

@@ -1,0 +1,78 @@
+"""An HTTP server for a process that has its own ideas of when to start and to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+
+from ..errors import ConfigError
+
+CLOSE_S = 1  # for answers already written to reach their clients
+
+
+def listen(host: str, port: int, setting: str = "port") -> socket.socket:
+    """A socket that listens soon, for HTTP. Raises ConfigError naming `setting` when it cannot be bound."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # With the protocol named, asyncio sets TCP_NODELAY on what it accepts; without it every answer waits 40 ms.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(setting, f"{host}:{port}", f"an address that can be bound ({error.strerror})") from None
+    return listener
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers, telling when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+
+def http_server(app: object, *, log_level: str, log_requests: bool = False) -> HttpServer:
+    """A server for `app` that leaves signals alone."""
+    return HttpServer(
+        uvicorn.Config(
+            app,  # type: ignore[arg-type]
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            log_level="debug" if log_level == "debug" else "info" if log_requests else "warning",
+            access_log=log_requests,
+            timeout_graceful_shutdown=CLOSE_S,
+            timeout_keep_alive=30,
+        )
+    )
+
+
+@contextlib.contextmanager
+def stop_signals(stop: asyncio.Event) -> Iterator[None]:
+    """SIGTERM and SIGINT set `stop` inside the block."""
+    loop = asyncio.get_running_loop()
+    # A launcher that stops its children in order lets them ignore Ctrl-C, which reaches the whole process group.
+    names = [name for name in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(name) is not signal.SIG_IGN]
+    with contextlib.suppress(ValueError, RuntimeError):  # not the main thread: the caller has its own way to stop
+        for name in names:
+            loop.add_signal_handler(name, stop.set)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError, RuntimeError):
+            for name in names:
+                loop.remove_signal_handler(name)
