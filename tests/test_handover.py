@@ -290,11 +290,16 @@ def test_a_mapping_that_names_a_type_or_a_number_twice_is_refused() -> None:
 class Links:
     """Takes what is said to peers."""
 
+    def named(self, name: str) -> str:
+        return name
+
     def __init__(self, *incarnations: str) -> None:
         self.said: list[Any] = []
         self.lost: list[str] = []
         self.refusals: list[str] = []
-        self.linked = [SimpleNamespace(incarnation=name, load=Heartbeat(0, 0, 0)) for name in incarnations]
+        self.linked = [
+            SimpleNamespace(incarnation=name, address=name, load=Heartbeat(0, 0, 0)) for name in incarnations
+        ]
 
     def say_hello(self) -> None:
         pass
@@ -520,7 +525,7 @@ def test_a_push_that_failed_gives_the_peer_up_and_its_requests_seek_another_plac
     prefill.scheduler.finish(prefill.step, output)
     prefill.role.poll()
     assert not prefill.scheduler.running and not prefill.scheduler.waiting
-    prefill.links.linked.append(SimpleNamespace(incarnation="e", load=Heartbeat(0, 0, 0)))
+    prefill.links.linked.append(SimpleNamespace(incarnation="e", address="e", load=Heartbeat(0, 0, 0)))
     prefill.links.said.clear()
     time.sleep(0.11)  # a pause between two looks around
     prefill.role.poll()

@@ -14,7 +14,7 @@ from xllm_hier.config import EngineConfig
 from xllm_hier.engine import peer_links
 from xllm_hier.engine.peer_links import PeerEvent, PeerLinks, differences
 from xllm_hier.errors import StartupError
-from xllm_hier.peer_plans import Bye, Cancel, Heartbeat, Hello
+from xllm_hier.peer_plans import PROTOCOL, Bye, Cancel, Heartbeat, Hello
 from xllm_hier.plans import TransferEndpoint
 
 FACTS = {"model_id": "tiny", "block_size": 16, "tp_size": 1, "kv_cache_transfer_mode": "PUSH"}
@@ -169,7 +169,7 @@ def test_another_version_of_the_protocol_is_named_whatever_else_it_says(
     said: list[str] = []
     monkeypatch.setattr(peer_links.log, "error", lambda text, *args: said.append(text % args))
     cluster.until(lambda: said)
-    assert "speaks version 99 of the protocol" in said[0] and "this one speaks 1" in said[0]
+    assert "speaks version 99 of the protocol" in said[0] and f"this one speaks {PROTOCOL}" in said[0]
 
 
 def test_an_answer_in_another_version_is_a_refusal_that_says_so(
