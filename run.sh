@@ -94,7 +94,7 @@ case "$command" in
     set_up run
     exec "$VENV/bin/python" -m bench.demo "$@" ;;
   bench)
-    [ $# -gt 0 ] || { say "bench needs a name: $(cd bench && ls [a-z]*.py | grep -v -e demo -e __init__ -e serving -e bench_model | sed 's/\.py//' | tr '\n' ' ')"; exit 2; }
+    [ $# -gt 0 ] || { say "bench needs a name: $(cd bench && ls [a-z]*.py | grep -v -e demo -e __init__ -e serving -e bench_model -e routing_ | sed 's/\.py//' | tr '\n' ' ')"; exit 2; }
     name=$1; shift
     [ -f "bench/$name.py" ] || { say "no bench $name"; exit 2; }
     set_up dev

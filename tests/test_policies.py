@@ -211,6 +211,26 @@ def test_a_prefix_that_others_use_too_is_copied_sooner_than_one_of_a_single_conv
     assert fleet.choose(ASKED).prefill == "a"
 
 
+def test_of_a_recurrent_models_prompts_under_way_others_can_go_on_where_one_ends() -> None:
+    fleet = Fleet("a")
+    fleet.index.join("a", "one", [RestoreRule(KV, SIZE), RestoreRule(BlockType.LINEAR, SIZE, 1)])
+    fleet.send(ASKED)
+    for same, found in ((100, 100), (95, 90), (65, 0)):
+        assert fleet.choose(Prompt([*range(same), *range(5000, 5050)])).match.device == found
+    assert fleet.choose(ASKED).match.device == 90
+
+
+def test_an_end_told_twice_ends_nothing_else() -> None:
+    fleet = Fleet("a")
+    first, second = fleet.send(ASKED), fleet.send(ASKED)
+    for _ in range(2):
+        fleet.router.end(first)
+    assert fleet.router.describe()["open"] == {"a": 1}
+    assert fleet.choose(ASKED).match.device == 99
+    fleet.router.end(second)
+    assert fleet.choose(ASKED).match.device == 0
+
+
 def test_what_was_under_way_counts_until_its_end_and_is_counted_once() -> None:
     fleet = Fleet("a", "b", store="")
     route = fleet.choose(ASKED)
@@ -268,6 +288,16 @@ def test_of_idle_equals_not_always_the_first_is_chosen() -> None:
     fleet = Fleet(*"abcd")
     counts = Counter(fleet.choose(prompt_of(1000 * number)).prefill for number in range(200))
     assert len(counts) == 4 and min(counts.values()) > 25
+
+
+def test_of_those_that_cost_the_same_the_one_with_the_blocks_on_its_device_comes_first() -> None:
+    fleet = Fleet(*"abcd")
+    short = prompt_of(0, 21)
+    fleet.has("a", "store", short, 20)
+    fleet.has("c", "device", short, 20)
+    for name in fleet.candidates:
+        fleet.tells(name, load_s=0.1 * MS, read_s=0.1 * MS)
+    assert {fleet.choose(short).prefill for _ in range(20)} == {"c"}
 
 
 def test_a_difference_as_small_as_an_estimates_error_is_none() -> None:
@@ -336,7 +366,7 @@ def test_a_pair_is_the_prefill_instance_with_the_prefix_and_the_decode_instance_
     route = fleet.choose(ASKED)
     assert (route.prefill, route.decode, route.incarnation, route.decode_incarnation) == ("q", "e", "one", "one")
     fleet.tells("e", num_open=2, step_s=40 * MS)
-    assert fleet.choose(ASKED).decode == "d"
+    assert {fleet.choose(ASKED).decode for _ in range(20)} == {"d"}
 
 
 def test_a_decode_instance_that_has_the_prompt_already_is_preferred_a_little() -> None:
@@ -344,7 +374,7 @@ def test_a_decode_instance_that_has_the_prompt_already_is_preferred_a_little() -
     fleet.has("e", "device", ASKED, 100)
     fleet.tells("d", num_open=4)
     fleet.tells("e", num_open=4)
-    assert fleet.choose(ASKED).decode == "e"
+    assert {fleet.choose(ASKED).decode for _ in range(20)} == {"e"}
     fleet.tells("e", num_open=6)
     assert fleet.choose(ASKED).decode == "d"
 
@@ -366,6 +396,8 @@ def test_a_decode_instance_is_busy_until_the_end_and_a_prefill_instance_until_th
     fleet.router.end(first)
     assert fleet.choose(prompt_of(2000)).decode == first.decode
     assert fleet.choose(prompt_of(2000)).prefill == ({"p", "q"} - {second.prefill}).pop()
+    fleet.router.first_token(second, 0.1)
+    assert {fleet.choose(prompt_of(2000 + number)).prefill for number in range(20)} == {"p", "q"}
     fleet.router.end(second)
     assert not fleet.router._books
 
@@ -458,4 +490,4 @@ def test_a_prompt_is_placed_among_32_instances_in_a_moment() -> None:
         start = time.perf_counter()
         fleet.send(prompt)
         seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 0.006  # a third of that where nothing else runs
+    assert min(seconds) < 0.008  # a quarter of that where nothing else runs

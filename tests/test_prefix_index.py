@@ -205,6 +205,7 @@ def test_the_store_is_of_all_who_read_it_and_outlives_them() -> None:
     index.apply("a", "one", [Stored("store", KV, HASHES)])
     index.apply("c", "one", [Stored("store", KV, HASHES)])
     assert [index.match(name, HASHES, 17).store for name in "abcd"] == [16, 16, 0, 0]
+    assert set(index.describe()["stores"]) == {"s", "another"}
     index.leave("a")
     index.leave("b")
     index.join("e", "one", WHOLE, "s")

@@ -8,6 +8,7 @@ being there: a key that is lost comes back with the next round, and whoever read
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import logging
 import os
@@ -86,6 +87,15 @@ class InstanceInfo:
     @property
     def key(self) -> str:
         return f"{PREFIX}{self.role}:{self.name}"
+
+    @property
+    def store_blocks(self) -> str:
+        """The same text for all whose blocks are in one store under the same keys; empty without a store. Hashes know
+        nothing of model and layout, keys do."""
+        if not self.store:
+            return ""
+        digest = hashlib.blake2b(json.dumps(self.store_keys, sort_keys=True).encode(), digest_size=4).hexdigest()
+        return f"{self.store}/{self.model_id}/{digest}"
 
     def to_json(self) -> bytes:
         return json.dumps(dataclasses.asdict(self)).encode()

@@ -137,7 +137,7 @@ class Cluster:
         except ValueError as error:
             log.error("%s has blocks of an unknown type, its caches are not followed: %s", info.name, error)
             return
-        self.index.join(info.name, info.incarnation_id, rules, info.store)
+        self.index.join(info.name, info.incarnation_id, rules, info.store_blocks)
         if info.events and info.replay:
             stream = EventStream(
                 self._context,

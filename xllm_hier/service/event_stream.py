@@ -131,7 +131,7 @@ class EventStream:
 
     def _join(self) -> None:
         """Nothing is known of it."""
-        self._index.join(self._info.name, self._info.incarnation_id, rules_of(self._info), self._info.store)
+        self._index.join(self._info.name, self._info.incarnation_id, rules_of(self._info), self._info.store_blocks)
 
     async def _ask(self, question: bytes) -> list[tuple[int, EventBatch]]:
         """The numbered batches of the answer. Raises TimeoutError, WireError."""

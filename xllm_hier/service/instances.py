@@ -91,7 +91,7 @@ class Instances:
             if known is None:
                 self._join(Instance(info, now))
                 continue
-            moved = (known.info.store, known.info.type) != (info.store, info.type)
+            moved = (known.info.store_blocks, known.info.type) != (info.store_blocks, info.type)
             known.info, known.leased = info, True
             if moved:  # what is known of its blocks is known of another store's
                 self._on_leave(known)

@@ -272,7 +272,7 @@ class Router:
 
     def _route(self, prompt: Prompt, chosen: _Choice) -> Route:
         one, decode, hashes = chosen.prefill, chosen.decode, prompt.hashes(chosen.prefill.block_size)
-        last = {(prompt.num_tokens - known) // one.block_size for known in (0, 1)} - {0}
+        last = {end for known in (0, 1) if (end := (prompt.num_tokens - known) // one.block_size) > 0}
         return Route(
             next(self._numbers),
             one.name,

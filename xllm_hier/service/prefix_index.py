@@ -231,11 +231,9 @@ class PrefixIndex:
         """As `_walk`, with several rules; of a block's types the slowest counts, for a block of which nothing is needed
         that of the block behind it, as in the engine's account."""
         size, slowest = instance.rules[0].block_size, bytearray()
-        for rule in instance.rules:
-            if not rule.span:
-                walked = self._walk(instance, rule.block_type, hashes, end, start)
-                end = len(walked)
-                slowest = bytearray(map(max, slowest, walked)) if slowest else walked
+        if any(not rule.span for rule in instance.rules):  # of KV blocks all are needed
+            slowest = self._walk(instance, BlockType.KV, hashes, end, start)
+            end = len(slowest)
         spans = [rule for rule in instance.rules if rule.span]
         known = {rule.block_type: self._known(instance, rule.block_type) for rule in spans}
 

@@ -19,7 +19,8 @@ _EVERY_S = 1.0
 _LIST_EVERY_S = 10.0  # at most so often all keys are listed
 _LIST_LIMIT_S = 60.0
 _CALL_S = 2.0
-_EVICTED = ("master_evicted_key_count", "master_removed_key_count", "ha_role_changes")
+_LOSSES = ("master_evicted_key_count", "master_successful_evictions_total", "master_remove")  # counters of the master
+_KEYS = "master_key_count"
 
 
 def blocks_of(keys: Iterable[str], prefixes: dict[str, list[str]]) -> dict[BlockType, set[bytes]]:
@@ -52,7 +53,8 @@ class StoreWatch:
     ) -> None:
         self._addresses = list(addresses)
         self._index, self._instances = index, instances
-        self._evicted: dict[str, float] = {}
+        self._losses: dict[str, float] = {}
+        self._num_keys = 0.0
         self.num_listings = 0
 
     async def run(self, session: aiohttp.ClientSession) -> None:
@@ -61,9 +63,7 @@ class StoreWatch:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                evicted = await self._evictions(session)
-                if evicted != self._evicted:
-                    self._evicted = evicted
+                if await self._has_lost(session):
                     self._invalidate()
                 if self._is_behind() and loop.time() - listed_at >= _LIST_EVERY_S:
                     listed_at = loop.time()
@@ -75,7 +75,7 @@ class StoreWatch:
 
     def _stores(self) -> dict[str, dict[str, list[str]]]:
         """Of each store that an instance uses, what its keys begin with, by block type."""
-        return {info.store: info.store_keys for info in self._instances() if info.store}
+        return {info.store_blocks: info.store_keys for info in self._instances() if info.store}
 
     def _invalidate(self) -> None:
         for store in self._stores():
@@ -101,9 +101,15 @@ class StoreWatch:
                 problem = error
         raise problem
 
-    async def _evictions(self, session: aiohttp.ClientSession) -> dict[str, float]:
+    async def _has_lost(self, session: aiohttp.ClientSession) -> bool:
+        """Keys may have gone since the last look: evicted, removed, with the client that held them, or with a master
+        that another one has followed."""
         lines = (await self._get(session, "/metrics", _CALL_S)).splitlines()
-        return {line.split()[0]: float(line.split()[-1]) for line in lines if line.startswith(_EVICTED)}
+        found = {line.split()[0]: float(line.split()[-1]) for line in lines if line.startswith((*_LOSSES, _KEYS))}
+        num_keys = found.pop(_KEYS, 0.0)
+        lost = num_keys < self._num_keys or found != self._losses
+        self._num_keys, self._losses = num_keys, found
+        return lost
 
     async def _list(self, session: aiohttp.ClientSession) -> None:
         text = await self._get(session, "/get_all_keys", _LIST_LIMIT_S)
