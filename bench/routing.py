@@ -3,6 +3,7 @@
 Instances of the engine's own scheduler and block books, on a virtual clock, get a trace's requests in turn (RR) or
 where they cost least (CAR). Reported is the share of the prompts' blocks that caches give, beside two other simulations
 of the same slice: plain LRU caches with the same routing, and the reference figures that came with the slices.
+Real instances follow, and what the service itself costs (`routing_real.py`; without them: `--no-real`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .routing_real import added_latency, throughput, traces
 from .routing_simulated import TIERS, Replay, Request, Run, Sizes, oracle, read_trace, scale_time, shared_prefix
 from .serving import arguments, show
 
@@ -190,9 +192,22 @@ def hot_prefix(quick: bool) -> list[dict[str, Any]]:
     return results
 
 
+def real(quick: bool) -> dict[str, Any]:
+    """With real processes; needs etcd."""
+    size = Sizes().block_size
+    names = dict(list(SLICES.items())[1:]) if quick else SLICES
+    return {
+        "real": traces({name: read_trace(TRACES / file, size) for name, file in names.items()}, REFERENCE),
+        "latency": added_latency(40 if quick else 200),
+        "throughput": throughput(500 if quick else 3000),
+    }
+
+
 def main() -> int:
-    options = arguments(__doc__ or "")
+    options = arguments(__doc__ or "", no_real={"action": "store_true", "help": "only the simulated instances"})
     results = slices(options.quick) | {"hot_prefix": hot_prefix(options.quick)}
+    if not options.no_real:
+        results |= real(options.quick)
     if options.json:
         print(json.dumps({"bench": "routing", **results}))
     return 0 if all(one["passed"] for one in results["demands"]) else 1

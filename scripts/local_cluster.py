@@ -91,7 +91,8 @@ def _get(url: str) -> str:
         return ""
 
 
-def _start_etcd(processes: Processes) -> str:
+def start_etcd(processes: Processes) -> str:
+    """Address of an etcd."""
     port, peer = free_ports(2)
     url, peer_url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{peer}"
     command = ["etcd", "--name=e0", f"--data-dir={processes.folder / 'etcd'}", f"--listen-client-urls={url}"]
@@ -102,7 +103,7 @@ def _start_etcd(processes: Processes) -> str:
     return f"127.0.0.1:{port}"
 
 
-def _start_store(processes: Processes, etcd: str, masters: int, segment: str) -> tuple[list[str], str]:
+def start_store(processes: Processes, etcd: str, masters: int, segment: str) -> tuple[list[str], str]:
     """HTTP addresses of the masters, and the address of the client."""
     metrics = []
     for number in range(masters):
@@ -122,26 +123,37 @@ def _start_store(processes: Processes, etcd: str, masters: int, segment: str) ->
     return metrics, f"127.0.0.1:{port}"
 
 
+def start_instance(processes: Processes, name: str, etcd: str, flags: list[str]) -> str:
+    """URL of an instance that registers."""
+    command = [sys.executable, "-m", "xllm_hier.serve", f"--etcd_addr={etcd}", "--port=0", *flags]
+    processes.start(name, command, MC_STORE_CLUSTER_ID=CLUSTER_ID)
+    processes.wait(name, lambda: bool(processes.says(name, " at http://")))
+    return processes.says(name, " at http://").split()[-1]
+
+
+def start_service(processes: Processes, name: str, etcd: str, flags: list[str], ports: tuple[int, int] = (0, 0)) -> str:
+    """URL of a replica of the service."""
+    command = [sys.executable, "-m", "xllm_hier.service", f"--etcd_addr={etcd}", *flags]
+    processes.start(name, [*command, f"--http_server_port={ports[0]}", f"--rpc_server_port={ports[1]}"])
+    processes.wait(name, lambda: bool(processes.says(name, "listens at")))
+    return processes.says(name, "listens at").split("listens at ")[1].split(",")[0]
+
+
 def _start_all(processes: Processes, args: argparse.Namespace, flags: list[str]) -> None:
-    etcd = _start_etcd(processes)
-    metrics, client = _start_store(processes, etcd, args.masters, args.segment_size)
+    etcd = start_etcd(processes)
+    metrics, client = start_store(processes, etcd, args.masters, args.segment_size)
     print(f"etcd {etcd}, masters' HTTP {', '.join(metrics)}, store client {client}", flush=True)
-    common = [f"--etcd_addr={etcd}", "--port=0", "--enable_kvcache_store=true", "--host_blocks_factor=2"]
+    common = ["--enable_kvcache_store=true", "--host_blocks_factor=2"]
     common += [f"--store_master_server_address=etcd://{etcd}", f"--store_client_address={client}"]
     names = [f"instance-{number}" for number in range(args.instances)]
     for name in names:  # one after the other: the demo model is unpacked once
-        command = [sys.executable, "-m", "xllm_hier.serve", *common, *flags]
-        processes.start(name, command, MC_STORE_CLUSTER_ID=CLUSTER_ID)
-        processes.wait(name, lambda name=name: bool(processes.says(name, " at http://")))
+        start_instance(processes, name, etcd, [*common, *flags])
         print(f"{name}: {processes.says(name, ' at http://')}", flush=True)
     for number in range(args.services):
         name, ports = f"service-{number}", [args.port + 2 * number, args.port + 2 * number + 1] if args.port else [0, 0]
-        command = [sys.executable, "-m", "xllm_hier.service", f"--etcd_addr={etcd}", f"--http_server_port={ports[0]}"]
-        command += [f"--rpc_server_port={ports[1]}", f"--store_metrics_address={','.join(metrics)}"]
-        command += [f"--load_balance_policy={args.policy}"]
-        command += [f"--tokenizer_path={args.tokenizer_path}"] if args.tokenizer_path else []
-        processes.start(name, command)
-        processes.wait(name, lambda name=name: bool(processes.says(name, "listens at")))
+        more = [f"--store_metrics_address={','.join(metrics)}", f"--load_balance_policy={args.policy}"]
+        more += [f"--tokenizer_path={args.tokenizer_path}"] if args.tokenizer_path else []
+        start_service(processes, name, etcd, more, (ports[0], ports[1]))
         print(f"{name}: {processes.says(name, 'listens at')}", flush=True)
     print(f"logs in {processes.folder}; pids {processes.pids}; Ctrl-C ends all", flush=True)
 
