@@ -19,7 +19,7 @@ from xllm_hier.engine import kv_publisher
 from xllm_hier.engine.cache_journal import CacheJournal
 from xllm_hier.engine.kv_publisher import KvPublisher
 from xllm_hier.engine.type_blocks import TypePools
-from xllm_hier.kv_events import EventBatch
+from xllm_hier.kv_events import Cleared, EventBatch
 from xllm_hier.plans import TypeSizes
 from xllm_hier.registry import InstanceInfo
 from xllm_hier.service.event_stream import EventStream
@@ -187,6 +187,19 @@ class Losing:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def test_a_batch_that_the_snapshot_has_already_is_not_taken_once_more(engine: Engine) -> None:
+    """Else what was removed and stored again since would be removed again."""
+
+    async def story() -> None:
+        async with following(engine.info) as listener:
+            engine.store(1)
+            await listener.until(lambda: listener.known() == 1)
+            await listener.stream._take(0, EventBatch(0.0, [Cleared()], "a"))
+            assert listener.known() == 1
+
+    asyncio.run(story())
 
 
 def test_a_gap_longer_than_what_is_kept_costs_a_snapshot(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

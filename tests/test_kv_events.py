@@ -208,6 +208,17 @@ class Mirror:
                 known -= set(event.hashes)
 
 
+def test_what_was_written_to_the_store_is_told_once_every_rank_has_written_it() -> None:
+    journal = CacheJournal(BLOCK)
+    simulation = Simulation(num_workers=2, journal=journal)
+    simulation.ask(list(range(8)), 1)
+    stored = [event.hashes for event in journal.take() if isinstance(event, Stored) and event.tier == "store"]
+    assert sum(map(len, stored)) == 2
+    simulation = Simulation(num_workers=2, journal=journal, faults=Faults(put=1.0))
+    simulation.ask(list(range(8)), 1)
+    assert not [event for event in journal.take() if isinstance(event, Stored) and event.tier == "store"]
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_a_listener_knows_at_every_step_what_the_pools_have(seed: int) -> None:
     """A whole engine with failing loads, offloads, puts and reads; the snapshot says the same as all events."""
@@ -308,10 +319,12 @@ def test_an_empty_cache_has_a_snapshot_too(talk: Talk) -> None:
     assert (number, batch.events, batch.incarnation) == (1, [], "me")
 
 
-@pytest.mark.parametrize("frames", [[b"x"], [b"", b"seven", b"more"], [b"", b"nonsense"], [b""]])
+@pytest.mark.parametrize("frames", [[b"x"], [b"", b"seven", b"more"], [b"", b"short"], [b""]])
 def test_what_is_no_question_is_not_answered_and_harms_nobody(talk: Talk, frames: list[bytes]) -> None:
     talk.questions.send_multipart(frames)
     assert talk.ask((9).to_bytes(8, "big")) == []
+    talk.publisher.tick()
+    assert not talk.questions.poll(50)
 
 
 def test_a_load_is_told_at_every_interval_also_when_nothing_happens() -> None:

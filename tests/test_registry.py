@@ -153,6 +153,27 @@ def test_one_of_several_is_the_master_and_another_one_when_it_goes(etcd: EtcdSer
     wait_for(lambda: [one.holds(MASTER) for one in rest].count(True) == 1, 5)
 
 
+def test_keys_that_a_forerunner_left_do_not_go_with_its_lease(etcd: EtcdServer, members: Members) -> None:
+    """A process that was killed and started again at once: same keys, same values, and a lease that still runs."""
+    reader, key = Etcd(etcd.address), "XLLM:DEFAULT:again"
+    old = reader.grant(2)
+    reader.put(key, b"1", old)
+    reader.put(MASTER, b"1", old)
+    members.join(etcd, {key: b"1"}, contested={MASTER: b"1"})
+    end = time.monotonic() + 4
+    while time.monotonic() < end:
+        assert {key: b"1", MASTER: b"1"}.items() <= reader.read().items()
+        time.sleep(0.05)
+
+
+def test_a_lease_that_somebody_ended_is_replaced(etcd: EtcdServer, members: Members) -> None:
+    membership = members.join(etcd, {"XLLM:DEFAULT:k": b"1"})
+    wait_for(lambda: membership.found, 5)
+    reader = Etcd(etcd.address)
+    reader.revoke(membership._lease)
+    wait_for(lambda: reader.read().get("XLLM:DEFAULT:k") == b"1", 5)
+
+
 def test_name_spaces_do_not_see_each_other(etcd: EtcdServer, members: Members) -> None:
     members.join(etcd, {"XLLM:DEFAULT:e": b"1"}, name_space="blue")
     wait_for(lambda: Etcd(etcd.address, "/blue/").read() == {"XLLM:DEFAULT:e": b"1"}, 5)
@@ -244,8 +265,11 @@ def test_users_of_etcd_are_asked_for_their_password(tmp_path: Path, monkeypatch:
         monkeypatch.setenv("ETCD_PASSWORD", "secret")
         client = Etcd(server.address)
         client.put("XLLM:DEFAULT:j", b"1", client.grant(60))
+        assert client._client is not None
+        client._client.session.headers["Authorization"] = "of.yesterday"  # tokens end when they are not used
+        assert client.read() == {"XLLM:DEFAULT:j": b"1"}
         server.stop()
-        server.start()  # its tokens do not outlive it
+        server.start()
         assert client.read() == {"XLLM:DEFAULT:j": b"1"}
 
 

@@ -106,13 +106,11 @@ class KvPublisher:
         return pack_batch(EventBatch(time.time(), events, self._incarnation, load), self._groups)
 
     def _answers(self, question: bytes) -> list[tuple[bytes, bytes]]:
+        """What `tick` sends when all that has happened is published."""
         if question != SNAPSHOT:
             first = int.from_bytes(question, "big")
             kept = [(number.to_bytes(8, "big"), payload) for number, payload in self._kept if number >= first]
             return [*kept, (END, b"")]
-        rest = self._journal.take()
-        if rest:
-            self._send(rest)
         number = self._number.to_bytes(8, "big")  # of the first batch that is not in the snapshot
         events = self._journal.snapshot()
         parts = [events[start : start + _SNAPSHOT_EVENTS] for start in range(0, len(events), _SNAPSHOT_EVENTS)] or [[]]

@@ -161,12 +161,13 @@ class Instances:
             if instance.state is not State.SUSPECT:
                 self._to(instance, State.SUSPECT, now, "its /health does not answer")
             return
-        if not instance.publishes or instance.state is State.SUSPECT:
+        if not instance.publishes:
             instance.heard = now
-        if not instance.leased and instance.state is not State.LEASE_LOST:
+        if instance.leased:
+            if instance.state is not State.ACTIVE:
+                self._to(instance, State.ACTIVE, now, "it answers again")
+        elif instance.state is not State.LEASE_LOST and now - instance.heard < self._silence_s:
             self._to(instance, State.LEASE_LOST, now, "it lives, and is not registered any more")
-        elif instance.leased and instance.state is not State.ACTIVE:
-            self._to(instance, State.ACTIVE, now, "it answers again")
 
     def _to(self, instance: Instance, state: State, now: float, why: str) -> None:
         log.warning("%s: %s -> %s, %s", instance.info.name, instance.state.value, state.value, why)
