@@ -1,7 +1,8 @@
 """A Mooncake Store of the instance's own: one master and one segment on free ports, gone with the instance.
 
 The processes are the wheel's binaries; they die with their parent, write to log files of the run directory, and are
-started again on the same ports when they die alone (what they held is lost: misses).
+started again on the same ports when they die alone. What lay in memory only is lost then: misses. With a `Disk` the
+client writes every object to a folder as well, within about a second, and whoever comes up there next finds them.
 """
 
 from __future__ import annotations
@@ -11,15 +12,19 @@ import ctypes
 import importlib.util
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
 import time
 import urllib.error
 import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
 
+from .config import EngineConfig
 from .errors import ConfigError, StartupError
+from .machine import take_folder
 
 log = logging.getLogger("xllm.launch")
 
@@ -27,6 +32,10 @@ _START_S = 15.0
 _STOP_S = 5.0
 _TRIES = 3
 _RESTART_PAUSE_S = 1.0
+_CLIENT_TTL_S = 5
+_CATCH_UP_S = 5.0
+_HEARTBEAT_S = 1
+_WRITE_BUFFER_BYTES, _READ_BUFFER_BYTES = 256 << 20, 64 << 20  # of one bucket, and of a call of each worker
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _PRCTL = ctypes.CDLL(None).prctl  # looked up here: between fork and exec nothing may allocate
 
@@ -63,22 +72,102 @@ def binary(name: str) -> str:
     raise ConfigError("enable_kvcache_store", True, f"with the Mooncake wheel installed: one of {extras}")
 
 
+@dataclass(frozen=True)
+class Disk:
+    """Where an embedded store keeps its objects, in `nbytes` at most; 0 = nine tenths of the disk."""
+
+    folder: str
+    nbytes: int = 0
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Disk | None:
+        """The disk that the settings ask for; None: memory only."""
+        if not config.embedded_store_dir:
+            return None
+        return cls(config.embedded_store_dir, config.embedded_store_disk_size)
+
+    def environment(self, num_workers: int) -> dict[str, str]:
+        """What the client must be told.
+
+        A bucket is a file, written when it is full; with one object in each, none waits for others to come. Whatever
+        the limit, Mooncake also makes room when less than a bucket's default size (256 MiB) is free on the disk.
+        """
+        settings = {
+            "FILE_STORAGE_PATH": str(Path(self.folder).resolve()),  # it takes no links
+            "STORAGE_BACKEND_DESCRIPTOR": "bucket_storage_backend",
+            "BUCKET_KEYS_LIMIT": 1,
+            "BUCKET_MAX_TOTAL_SIZE": self.nbytes,
+            "BUCKET_EVICTION_POLICY": "lru",
+            "TOTAL_SIZE_LIMIT_BYTES": 1 << 50,  # once it is reached nothing is ever written again
+            "LOCAL_BUFFER_SIZE_BYTES": _WRITE_BUFFER_BYTES + num_workers * _READ_BUFFER_BYTES,
+            "HEARTBEAT_INTERVAL_SECONDS": _HEARTBEAT_S,
+            "USE_URING": 0,
+        }
+        return {f"MOONCAKE_OFFLOAD_{name}": str(value) for name, value in settings.items()}
+
+    def discard_torn(self) -> int:
+        """Remove buckets that are shorter than they should be, as a loss of power leaves them; returns how many.
+
+        Mooncake would find their objects at each start and fail at each read, and nobody could write them anew.
+        """
+        torn = 0
+        for meta in Path(self.folder).rglob("*.meta"):
+            bucket, nbytes = meta.with_suffix(".bucket"), _bucket_bytes(meta.read_bytes())
+            if bucket.exists() and bucket.stat().st_size < nbytes:
+                meta.unlink()
+                bucket.unlink()
+                torn += 1
+        return torn
+
+
+def _bucket_bytes(meta: bytes) -> int:
+    """Size of a bucket by its metadata, a protobuf message: a varint, the first field. 0 when it is something else."""
+    if not meta.startswith(b"\x08"):
+        return 0
+    value = 0
+    for place, byte in enumerate(meta[1:10]):
+        value |= (byte & 0x7F) << (7 * place)
+        if byte < 0x80:
+            return value
+    return 0
+
+
 class EmbeddedStore:
     """One `mooncake_master` and one `mooncake_client` with `segment_bytes` of memory; `start` picks the ports."""
 
-    def __init__(self, run_dir: Path, segment_bytes: int, num_workers: int = 1, log_level: str = "info") -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        segment_bytes: int,
+        num_workers: int = 1,
+        log_level: str = "info",
+        disk: Disk | None = None,
+    ) -> None:
         self._run_dir = run_dir
+        self._disk = disk
+        self._lock: int | None = None
         self._segment_bytes = segment_bytes
         self._num_workers = num_workers
         self._environment = {**os.environ, "MC_LOG_LEVEL": "INFO" if log_level == "debug" else "WARNING"}
         self._environment.pop("MC_LOG_DIR", None)  # the client aborts with it
+        if disk is not None:
+            self._environment |= disk.environment(num_workers)
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._died_at: dict[str, float] = {}
         self.master_address = ""
         self.client_address = ""
 
     def start(self) -> None:
-        """Bring both up. Raises StartupError when they do not come up, with the end of their logs."""
+        """Bring both up.
+
+        Raises:
+            StartupError: they do not come up; with the end of their logs.
+            ConfigError: the folder cannot be used, or another instance uses it.
+        """
+        if self._disk is not None:
+            self._lock = take_folder("embedded_store_dir", self._disk.folder)
+            if torn := self._disk.discard_torn():
+                log.warning("%d files in %s were cut short, and are removed", torn, self._disk.folder)
         for attempt in range(_TRIES):
             self._rpc, self._metrics, self._client, self._endpoint = free_ports(4)
             self.master_address = f"127.0.0.1:{self._rpc}"
@@ -90,11 +179,15 @@ class EmbeddedStore:
                 self._wait_until(self._segment_mounted, "mooncake_client")
                 return
             except StartupError:
-                self.stop()
+                self._end_children()
                 if attempt == _TRIES - 1:
+                    self.stop()
                     raise
 
     def _command(self, which: str) -> list[str]:
+        offload = ["--enable_offload=true"] if self._disk is not None else []
+        if offload and which == "master":  # writing to the disk takes a lease; until it ends the memory stays taken
+            offload.append("--default_kv_lease_ttl=5000")
         if which == "master":
             return [
                 binary("mooncake_master"),
@@ -102,7 +195,8 @@ class EmbeddedStore:
                 f"--rpc_port={self._rpc}",
                 "--metrics_host=127.0.0.1",
                 f"--metrics_port={self._metrics}",
-                "--client_ttl=5",
+                f"--client_ttl={_CLIENT_TTL_S}",
+                *offload,
             ]
         return [
             binary("mooncake_client"),
@@ -113,6 +207,7 @@ class EmbeddedStore:
             "--metadata_server=P2PHANDSHAKE",
             "--protocol=tcp",
             f"--threads={self._num_workers + 1}",
+            *offload,
         ]
 
     def _spawn(self, which: str) -> None:
@@ -171,7 +266,10 @@ class EmbeddedStore:
             if child.poll() is None:
                 continue
             died_at = self._died_at.setdefault(which, time.monotonic())
-            if time.monotonic() - died_at >= _RESTART_PAUSE_S:
+            pause = _RESTART_PAUSE_S
+            if which == "client" and self._disk is not None:
+                pause += _CLIENT_TTL_S  # what it reports from the disk before would be forgotten with its forerunner
+            if time.monotonic() - died_at >= pause:
                 log.warning("the embedded store's %s ended with code %s: starting it again", which, child.returncode)
                 del self._died_at[which]
                 self._spawn(which)
@@ -182,8 +280,38 @@ class EmbeddedStore:
     def pids(self) -> dict[str, int]:
         return {which: child.pid for which, child in self._children.items()}
 
+    def objects(self) -> tuple[int, int]:
+        """How many the store has, and how many of them are on the disk; zeros when the master does not say."""
+        text = self._http("/metrics")
+        found = [re.search(rf"^{name} (\d+)", text, re.MULTILINE) for name in ("master_key_count", "file_cache_nums_")]
+        return int(found[0][1]) if found[0] else 0, int(found[1][1]) if found[1] else 0
+
+    def _catch_up(self) -> None:
+        """Wait for the disk to have what the memory has, but no longer than it makes progress."""
+        end = time.monotonic() + _CATCH_UP_S
+        on_disk, stalled_at = -1, 0.0
+        while (now := time.monotonic()) < end:
+            total, written = self.objects()
+            if written >= total:
+                return
+            if written != on_disk:
+                on_disk, stalled_at = written, now + 2 * _HEARTBEAT_S
+            elif now > stalled_at:
+                return  # what lacks was pushed off the disk, or does not fit
+            time.sleep(0.05)
+        log.warning("the embedded store ends with %d of %d objects on its disk", *reversed(self.objects()))
+
     def stop(self) -> None:
-        """End both, by force after a while."""
+        """End both, by force after a while; with a disk once it has what was written, for which it may take 5 s."""
+        alive = [child for child in self._children.values() if child.poll() is None]
+        if self._disk is not None and len(alive) == 2:
+            self._catch_up()
+        self._end_children()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _end_children(self) -> None:
         for child in self._children.values():
             child.terminate()
         for child in self._children.values():

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import EngineConfig
-from .embedded_store import EmbeddedStore, die_with_parent, set_process_name
+from .embedded_store import Disk, EmbeddedStore, die_with_parent, set_process_name
 from .errors import EngineDeadError, StartupError, XllmError
 from .wire import Deadline
 
@@ -239,13 +239,16 @@ class Instance:
         assert self._run_dir is not None
         if self._store is None:
             segment_bytes, level = self.config.store_segment_size, self.config.log_level
-            self._store = EmbeddedStore(self._run_dir, segment_bytes, self.config.tp_size, level)
+            disk = Disk.of(self.config)
+            self._store = EmbeddedStore(self._run_dir, segment_bytes, self.config.tp_size, level, disk)
             self._store.start()
         store = self._store
         return dataclasses.replace(
             self.config,
             store_master_server_address=store.master_address,
             store_client_address=store.client_address,
+            embedded_store_dir="",  # to its processes the store is one like any other
+            embedded_store_disk_size=0,
         )
 
     def _spawn(self, kind: str, config: EngineConfig, rank: int = 0) -> None:

@@ -7,6 +7,7 @@
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 START_TIMEOUT_S=${MOONCAKE_START_TIMEOUT_SECONDS:-60}
 STOP_TIMEOUT_S=${MOONCAKE_STOP_TIMEOUT_SECONDS:-30}
+# shellcheck disable=SC2034 # for the callers
 LOG_DIR=${MOONCAKE_LOG_DIR:-${XDG_STATE_HOME:-$HOME/.local/state}/xllm-mooncake}
 
 say() { printf '%s: %s\n' "$NAME" "$*" >&2; }

@@ -35,6 +35,7 @@ log = logging.getLogger("xllm.store")
 
 PROBE_S = 1.0
 LONGEST_PAUSE_S = 8.0  # between looks for a store that was away the last times
+LONGEST_CONNECTED_PAUSE_S = 2.0  # while the client finds its way back by itself: a look is one call, no process
 MARKS_PROBE_S = 30.0
 VAIN_LOOKS = 2  # at a store that answers and moves no bytes, before its client is set up anew
 STAGING_BLOCKS = 32
@@ -223,7 +224,7 @@ class KVCacheStore:
                 raise StoreError("nobody listens there")
             if not self._client.connected:
                 if not self._client.answers():
-                    raise StoreError("somebody listens there and does not answer")
+                    raise StoreError(f"somebody listens there and does not answer{self._client.hint}")
                 self._set_up()
             try:
                 self._attach()
@@ -335,7 +336,7 @@ class KVCacheStore:
                 elif state == OPEN:
                     if self.circuit.busy or time.monotonic() < look_at:
                         continue  # a call is stuck, or the last look was in vain
-                    pause = min(2 * pause, LONGEST_PAUSE_S)
+                    pause = min(2 * pause, self._longest_pause_s)
                     look_at = time.monotonic() + pause
                     self.look()
                     if not self.circuit.hung:
@@ -349,6 +350,13 @@ class KVCacheStore:
             except Exception as error:  # whatever it was, the next look must come
                 log.exception("looking at the store failed")
                 self.circuit.fail(str(error))
+
+    @property
+    def _longest_pause_s(self) -> float:
+        """A store that hung is given time: a look may find it well, and the next request hangs again."""
+        if self.circuit.hung or not self._client.connected:
+            return LONGEST_PAUSE_S
+        return LONGEST_CONNECTED_PAUSE_S
 
     # --------------------------------------------------------------------------------------------- transfers
 

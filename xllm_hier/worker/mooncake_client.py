@@ -40,6 +40,7 @@ method, arguments = json.loads(sys.argv[1])
 store = MooncakeDistributedStore()
 os._exit(getattr(store, method)(*arguments) != 0 or store.is_exist("probe") < 0)
 """
+_LEFT_OPEN: list[Any] = []  # clients that are never closed; losing the last reference would close them
 # Codes of a read that has not touched, and will not touch, its buffer: no such key, not ready, bad arguments.
 ENDED_READS = frozenset({_MISSING, -703, -600})
 
@@ -116,10 +117,11 @@ class MooncakeClient:
         method, arguments = self._set_up(pool_bytes)
         code = getattr(store, method)(*arguments)
         if code != 0:
-            raise StoreError(f"set-up of the store client at {self._endpoint()} failed with code {code}")
+            why = f"failed with code {code}{self.hint}"
+            raise StoreError(f"set-up of the store client at {self._endpoint()} {why}")
         with self._condition:
             if self._closing:
-                store.close()
+                self._end(store)
                 raise StoreError("the store client is closed")
             if self._store is not None:
                 self._former.append(self._store)
@@ -157,6 +159,16 @@ class MooncakeClient:
 
     def _endpoint(self) -> str:
         return self._config.store_client_address or self._config.store_master_server_address
+
+    @property
+    def _follows_leader(self) -> bool:
+        """A direct client of one of several masters, which it finds by etcd."""
+        return not self.through_node and self._config.store_master_server_address.startswith("etcd://")
+
+    @property
+    def hint(self) -> str:
+        """What may be wrong beside the obvious when a set-up fails; empty or the end of a sentence."""
+        return " (is MC_STORE_CLUSTER_ID the masters' cluster id, and does one lead?)" if self._follows_leader else ""
 
     def _check_rdma(self) -> None:
         folder = Path("/sys/class/infiniband")
@@ -197,12 +209,17 @@ class MooncakeClient:
             if not self._condition.wait_for(lambda: self._calls == 0, timeout_s):
                 return False
             store, self._store = self._store, None
-        for former in self._former:
-            former.close()
-        follows_leader = self._config.store_master_server_address.startswith("etcd://")
-        if store is not None and (self.through_node or not follows_leader):  # with etcd:// close takes 30 s
-            store.close()
+        for former in [*self._former, *([] if store is None else [store])]:
+            self._end(former)
         return True
+
+    def _end(self, store: Any) -> None:
+        """Close a client, but for a direct one that follows a leader: it takes 15 to 30 s under the interpreter's lock,
+        to close as to lose it. Such a one goes with the process; it owns nothing that others would wait for."""
+        if self._follows_leader:
+            _LEFT_OPEN.append(store)
+        else:
+            store.close()
 
     # ------------------------------------------------------------------------------------------- memory
 
