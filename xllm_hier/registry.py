@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, get_type_hints
@@ -103,7 +104,10 @@ class InstanceInfo:
     @classmethod
     def from_json(cls, data: bytes) -> InstanceInfo:
         """The instance in `data`; fields it does not know are ignored. Raises ValueError when it is none."""
-        raw = json.loads(data)
+        try:
+            raw = json.loads(data)
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
         if not isinstance(raw, dict):
             raise ValueError("an instance is a JSON object")
         hints = get_type_hints(cls)
@@ -204,7 +208,7 @@ class Etcd:
         """All keys that begin with `prefix`, and their values. Raises RegistryError."""
         rows = self._call(lambda client: client.get_prefix(self._prefix + prefix))
         start = len(self._prefix)
-        return {meta["key"].decode()[start:]: value for value, meta in rows}
+        return {meta["key"].decode(errors="backslashreplace")[start:]: value for value, meta in rows}
 
     def put(self, key: str, value: bytes, lease: int) -> None:
         """Write a key that lives as long as `lease`. Raises RegistryError."""
@@ -285,20 +289,21 @@ class Membership:
 
     def _run(self) -> None:
         while True:
+            began = time.monotonic()
             try:
                 self._round()
                 if self.why:
                     log.info("the registry answers")
                 self.why = ""
-            except RegistryError as error:
+            except Exception as error:  # whatever stands there instead of etcd: the next round tries again
                 if not self.why or self.found is None:
                     log.warning("the registry does not answer, what is known of it stays: %s", error)
-                self.why = str(error)
+                self.why = str(error) or type(error).__name__
             try:
                 self._on_round(self)
             except Exception:  # a fault of a listener must not end the registration
                 log.exception("after a round with the registry")
-            if self._stop.wait(self._ttl_s / 3):
+            if self._stop.wait(max(0.05, self._ttl_s / 3 - (time.monotonic() - began))):
                 break
         try:
             if self._lease:

@@ -71,9 +71,12 @@ class EngineClient:
         """Outputs of `request` up to the one with a finish reason; closing it earlier aborts the request, once.
 
         Raises:
+            RequestError: another request has this id.
             EngineDeadError: the engine is gone.
         """
         self._check_alive()
+        if request.request_id in self._open:
+            raise RequestError(f"request id {request.request_id!r} is in use")
         queue: asyncio.Queue[RequestOutput | EngineDeadError] = asyncio.Queue()
         self._open[request.request_id] = queue
         ended = False

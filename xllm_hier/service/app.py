@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import secrets
 import time
+from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from .. import __version__
@@ -18,6 +20,7 @@ from ..api.app import BodyLimit, add_error_answers
 from ..api.auth import ApiKeyGate
 from ..api.protocol import ChatRequest, CompletionRequest, describe
 from ..api.refusal import Refusal
+from ..api.sampling import check_token_ids
 from ..api.service import encode_chat
 from ..api.streaming import ClientGoneError, until_disconnected
 from ..api.tokenizer import Tokenizer
@@ -66,6 +69,7 @@ class Front:
         found: list[list[int]] = []
         for prompt in body.prompts:
             if isinstance(prompt, list):
+                check_token_ids("prompt", prompt, 1 << 31)
                 found.append(prompt)
             elif self.tokenizer is None:
                 return None
@@ -74,30 +78,52 @@ class Front:
                 found.append(ids)
         return found
 
+    async def chat_prompt(self, body: ChatRequest) -> list[list[int]] | None:
+        """Token ids of a chat; None when they cannot be had here."""
+        return None if self.tokenizer is None else [(await encode_chat(self.tokenizer, body)).token_ids]
+
     async def relay_request(
-        self, request: Request, path: str, raw: dict[str, Any], ids: list[list[int]] | None, started: float
+        self,
+        request: Request,
+        path: str,
+        raw: dict[str, Any],
+        tokenised: Awaitable[list[list[int]] | None],
+        started: float,
     ) -> Response:
-        """Send a checked request on; its answer comes back as it comes. Raises Refusal, ClientGoneError."""
-        length = len(str(raw.get("prompt") or raw.get("messages"))) // _CHARACTERS_PER_TOKEN
-        tokens = [token for prompt in ids for token in prompt] if ids is not None else [0] * length
-        prompt = Prompt(ids[0] if ids is not None and len(ids) == 1 else tokens, str(raw.get("cache_salt") or ""))
+        """Send a checked request on, once it is tokenised; its answer comes back as it comes.
+
+        Raises:
+            RequestError, ClientGoneError: it cannot be tokenised, nobody takes it, or nobody waits for it.
+        """
+        self.metrics.num_open += 1
+        handed_over = False
+        try:
+            ids = await tokenised
+            relayed = _Relayed(await self._send(request, path, raw, ids, started), self.metrics)
+            handed_over = True
+            return relayed
+        finally:
+            if not handed_over:
+                self.metrics.num_open -= 1
+
+    async def _send(
+        self, request: Request, path: str, raw: dict[str, Any], ids: list[list[int]] | None, started: float
+    ) -> Answer:
+        if ids is None:
+            length = len(str(raw.get("prompt") or raw.get("messages"))) // _CHARACTERS_PER_TOKEN
+            prompt = Prompt([0] * length, known=False)
+        else:
+            tokens = ids[0] if len(ids) == 1 else [token for one in ids for token in one]
+            prompt = Prompt(tokens, str(raw.get("cache_salt") or ""))
         kind = "chatcmpl" if path.startswith("/v1/chat") else "cmpl"
         given = raw.get("prompt")
         texts = (
             path.startswith("/v1/chat") or isinstance(given, str) or any(isinstance(one, str) for one in given or ())
         )
         body = raw | {"routing": {"token_ids": ids if texts else None}}
-        self.metrics.num_open += 1
-        handed_over = False
-        try:
-            self.metrics.routing_s.observe(time.perf_counter() - started)
-            work = self.relay.send(path, body, prompt, f"{kind}-{secrets.token_hex(12)}")
-            answer = await until_disconnected(request.receive, work)
-            handed_over = True
-            return _Relayed(answer, self.metrics)
-        finally:
-            if not handed_over:
-                self.metrics.num_open -= 1
+        self.metrics.routing_s.observe(time.perf_counter() - started)
+        work = self.relay.send(path, body, prompt, f"{kind}-{secrets.token_hex(12)}")
+        return await until_disconnected(request.receive, work)
 
 
 class _Relayed(Response):
@@ -151,7 +177,9 @@ async def _parse(request: Request, kind: type[_Body]) -> tuple[dict[str, Any], _
     except ValidationError as error:
         message, param = describe(list(error.errors()))
         raise Refusal(message, param=param) from None
-    except ValueError:
+    except ClientDisconnect:
+        raise ClientGoneError from None
+    except (ValueError, RecursionError):
         raise Refusal("the body is no JSON") from None
 
 
@@ -162,8 +190,7 @@ async def completions(request: Request) -> Response:
     raw, body = await _parse(request, CompletionRequest)
     body.sampling_params()
     raw["model"] = front.admit(body.model)
-    ids = await front.completion_prompts(body)
-    return await front.relay_request(request, "/v1/completions", raw, ids, started)
+    return await front.relay_request(request, "/v1/completions", raw, front.completion_prompts(body), started)
 
 
 @router.post("/v1/chat/completions", tags=["openai"])
@@ -173,8 +200,7 @@ async def chat_completions(request: Request) -> Response:
     raw, body = await _parse(request, ChatRequest)
     body.sampling_params()
     raw["model"] = front.admit(body.model)
-    ids = None if front.tokenizer is None else [(await encode_chat(front.tokenizer, body)).token_ids]
-    return await front.relay_request(request, "/v1/chat/completions", raw, ids, started)
+    return await front.relay_request(request, "/v1/chat/completions", raw, front.chat_prompt(body), started)
 
 
 @router.get("/v1/models", tags=["openai"])
@@ -203,11 +229,12 @@ async def health(request: Request) -> Response:
     """200 while some instance can be sent requests, also without the registry; else 503."""
     front = front_of(request)
     cluster = front.cluster
-    firsts = [one for one in cluster.candidates("") if one.role != "DECODE"]
-    ready = bool(firsts) and not front.draining
+    roles = {one.role for one in cluster.candidates("")}
+    served = bool(roles & {"DEFAULT", "MIX"}) or {"PREFILL", "DECODE"} <= roles
+    ready = served and not front.draining
     registry = cluster.membership.why
     suspects = sum(not one.schedulable for one in cluster.instances.by_name.values())
-    status = "draining" if front.draining else "no_instance" if not firsts else "degraded"
+    status = "draining" if front.draining else "no_instance" if not served else "degraded"
     body = {
         "status": "ok" if ready and not registry and not suspects else status,
         "role": "master" if cluster.is_master else "replica",

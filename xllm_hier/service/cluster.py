@@ -134,7 +134,7 @@ class Cluster:
         info = instance.info
         try:
             rules = rules_of(info)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             log.error("%s has blocks of an unknown type, its caches are not followed: %s", info.name, error)
             return
         self.index.join(info.name, info.incarnation_id, rules, info.store_blocks)
@@ -150,14 +150,19 @@ class Cluster:
 
     def _left(self, instance: Instance) -> None:
         name = instance.info.name
-        self._suspected(instance)
-        for response in self._streaming.pop(instance.info.incarnation_id, ()):
-            response.close()
+        if self.instances.by_name.get(name) is not instance:  # else it goes on, only with another store
+            self._cut_off(instance)
         if name in self._streams:
             _, task = self._streams.pop(name)
             task.cancel()
         self.index.leave(name)
         self.router.leave(name)
+
+    def _cut_off(self, instance: Instance) -> None:
+        """End whatever still waits for it."""
+        self._suspected(instance)
+        for response in self._streaming.pop(instance.info.incarnation_id, ()):
+            response.close()
 
     def _suspected(self, instance: Instance) -> None:
         for lost in self._answering.pop(instance.info.incarnation_id, ()):
@@ -197,23 +202,30 @@ class Cluster:
 
     async def _look_after(self) -> None:
         while True:
+            for instance in self.instances.hopeless(_now()):
+                self._cut_off(instance)
             for instance in self.instances.due(_now()):
                 self._spawn(self._probe(instance))
             await asyncio.sleep(_TICK_S)
 
     async def _probe(self, instance: Instance) -> None:
-        healthy = False
-        for _ in range(_PROBES):
-            healthy = healthy or await self._answers(instance.info.name)
-        self.instances.probed(instance, healthy, _now())
+        status = ""
+        try:
+            for _ in range(_PROBES):
+                status = status or await self._answers(instance.info.name)
+        finally:
+            drains = status == "draining"
+            self.instances.probed(instance, bool(status) and not drains, _now(), drains=drains)
 
-    async def _answers(self, name: str) -> bool:
+    async def _answers(self, name: str) -> str:
+        """The status that its /health tells when it can be sent requests, or when it drains; else empty."""
         limit = aiohttp.ClientTimeout(total=self.config.probe_timeout_s)
         try:
             async with self.session.get(f"http://{name}/health", timeout=limit) as answer:
-                return answer.status == 200
-        except (aiohttp.ClientError, TimeoutError):
-            return False
+                status = str((await answer.json(content_type=None)).get("status"))
+                return status if answer.status == 200 or status == "draining" else ""
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, AttributeError):
+            return ""
 
     def candidates(self, model: str) -> list[Candidate]:
         """The instances that can be sent requests for `model` now; of any model when it is empty."""
@@ -226,9 +238,8 @@ class Cluster:
     def models(self) -> dict[str, int]:
         """Names of the models that are served, and the longest request that all their instances take."""
         lengths: dict[str, int] = {}
-        for one in self.instances.by_name.values():
-            if one.schedulable:
-                lengths[one.info.model] = min(lengths.get(one.info.model, 1 << 62), one.info.max_model_len)
+        for one in self.instances.by_name.values():  # also those that do not answer for a moment
+            lengths[one.info.model] = min(lengths.get(one.info.model, 1 << 62), one.info.max_model_len)
         return lengths
 
     def gaps(self) -> int:

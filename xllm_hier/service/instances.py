@@ -7,6 +7,7 @@
       +-- answers -----> LEASE_LOST   still scheduled, as long as it shows signs of life  --+
       +-- does not ----> SUSPECT      not scheduled                                         |
              |                            <------------------- silent for too long ---------+
+             |                            (it drains: what it has been sent stays there)
              +-- answers again: back;  for `deregister_after_s` nothing: forgotten, its place in the index too
 
 A registration of another incarnation under the same name replaces the old one at once. While the registry itself does
@@ -39,7 +40,8 @@ class State(str, Enum):
 
 @dataclass(eq=False)
 class Instance:
-    """One incarnation of an instance; times are those of the caller's clock. `heard`: its last sign of life."""
+    """One incarnation of an instance; times are those of the caller's clock. `heard`: its last sign of life. `doubted`:
+    a request did not get through. `drains`: it finishes what it has and takes nothing more."""
 
     info: InstanceInfo
     heard: float
@@ -47,6 +49,8 @@ class Instance:
     leased: bool = True
     suspect_since: float = 0.0
     probing: bool = False
+    drains: bool = False
+    doubted: bool = False
     probe_at: float = 0.0
     load: Load | None = None
 
@@ -83,7 +87,7 @@ class Instances:
         for name, info in found.items():
             known = self.by_name.get(name)
             if known is not None and known.info.incarnation_id != info.incarnation_id:
-                if info.register_ts_ms < known.info.register_ts_ms:
+                if info.register_ts_ms < known.info.register_ts_ms and now - known.heard < self._silence_s:
                     continue  # of a process that was here before
                 log.info("%s is another process now", name)
                 self._leave(known)
@@ -124,7 +128,7 @@ class Instances:
     def unreachable(self, name: str, now: float) -> None:
         """A request could not be brought to it: look after it now."""
         if (instance := self.by_name.get(name)) is not None:
-            instance.heard = min(instance.heard, now - self._silence_s)
+            instance.doubted = True
             instance.probe_at = min(instance.probe_at, now)
 
     def due(self, now: float) -> list[Instance]:
@@ -133,11 +137,8 @@ class Instances:
             silent = now - instance.heard >= self._silence_s
             if instance.state is State.LEASE_LOST and instance.publishes and silent:
                 self._to(instance, State.SUSPECT, now, "neither registered nor heard of")
-            if (
-                instance.state is State.SUSPECT
-                and not instance.leased
-                and now - instance.suspect_since >= self._forget_s
-            ):
+        for instance in self.hopeless(now):
+            if not instance.leased:
                 log.warning("%s is gone", instance.info.name)
                 self._leave(instance)
         found = [one for one in self.by_name.values() if self._wants_probe(one, now)]
@@ -145,21 +146,31 @@ class Instances:
             instance.probing, instance.probe_at = True, now + _PROBE_EVERY_S
         return found
 
+    def hopeless(self, now: float) -> list[Instance]:
+        """Those that have not answered for so long that nothing of what they were asked is waited for any more, also
+        while something of theirs keeps them registered."""
+        return [
+            one
+            for one in self.by_name.values()
+            if one.state is State.SUSPECT and not one.drains and now - one.suspect_since >= self._forget_s
+        ]
+
     def _wants_probe(self, instance: Instance, now: float) -> bool:
         if instance.probing or now < instance.probe_at:
             return False
         silent = now - instance.heard >= self._silence_s
         unsure = instance.state is State.ACTIVE and not instance.leased
-        return unsure or silent or instance.state is State.SUSPECT
+        return unsure or silent or instance.doubted or instance.state is State.SUSPECT
 
-    def probed(self, instance: Instance, healthy: bool, now: float) -> None:
-        """What became of asking for its /health."""
-        instance.probing = False
+    def probed(self, instance: Instance, healthy: bool, now: float, *, drains: bool = False) -> None:
+        """What became of asking for its /health; `drains`: it says that it finishes what it has and takes nothing."""
+        instance.probing = instance.doubted = False
+        drained, instance.drains = instance.drains, drains
         if self.by_name.get(instance.info.name) is not instance:
             return
         if not healthy:
-            if instance.state is not State.SUSPECT:
-                self._to(instance, State.SUSPECT, now, "its /health does not answer")
+            if instance.state is not State.SUSPECT or (drained and not drains):
+                self._to(instance, State.SUSPECT, now, "it drains" if drains else "its /health does not answer")
             return
         if not instance.publishes:
             instance.heard = now
@@ -174,4 +185,5 @@ class Instances:
         instance.state = state
         if state is State.SUSPECT:
             instance.suspect_since = now
-            self._on_suspect(instance)
+            if not instance.drains:
+                self._on_suspect(instance)

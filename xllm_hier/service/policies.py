@@ -39,9 +39,11 @@ _LEAST_S, _MOST_CORRECTION = 0.005, 4.0  # shorter times say nothing about a pre
 
 
 class Prompt:
-    """The tokens of a request; equal tokens have other hashes in another `cache_salt`."""
+    """The tokens of a request; equal tokens have other hashes in another `cache_salt`. Not `known`: only how many there
+    are counts."""
 
-    def __init__(self, token_ids: np.ndarray | Sequence[int], cache_salt: str = "") -> None:
+    def __init__(self, token_ids: np.ndarray | Sequence[int], cache_salt: str = "", *, known: bool = True) -> None:
+        self._known = known
         self._token_ids = np.asarray(token_ids, dtype="<i4")
         self._root = root_hash(cache_salt)
         self._hashes: dict[int, list[bytes]] = {}
@@ -52,6 +54,8 @@ class Prompt:
 
     def hashes(self, block_size: int) -> list[bytes]:
         """Of all full blocks, as an engine with this block size has them; computed once."""
+        if not self._known:
+            return []
         if block_size not in self._hashes:
             self._hashes[block_size] = prompt_hashes(self._token_ids, block_size, self._root)
         return self._hashes[block_size]
@@ -287,7 +291,7 @@ class Router:
             chosen.tpot_s,
             prompt.num_tokens,
             hashes,
-            [hashes[end - 1] for end in last],
+            [hashes[end - 1] for end in last if end <= len(hashes)],
         )
 
     # ---------------------------------------------------------------------------------------------- the books

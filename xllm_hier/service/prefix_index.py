@@ -67,19 +67,30 @@ class StoreIndex:
     def __init__(self) -> None:
         self.state = IndexState.UNKNOWN
         self._blocks: _Blocks = {}
+        self._since: list[tuple[bool, BlockType, list[bytes]]] | None = None
 
     def of(self, block_type: BlockType) -> set[bytes]:
         """The hashes of one type, to be read only."""
         return self._blocks.setdefault(block_type, set())
 
+    def begin_listing(self) -> None:
+        """What is told from now on is newer than what `replace` will bring."""
+        self._since = []
+
+    def _note(self, there: bool, block_type: BlockType, hashes: Iterable[bytes]) -> None:
+        if self._since is not None:
+            self._since.append((there, block_type, list(hashes)))
+
     def add(self, block_type: BlockType, hashes: Iterable[bytes]) -> None:
         """These were written or read just now."""
         self.of(block_type).update(hashes)
+        self._note(True, block_type, hashes)
         self._told()
 
     def discard(self, block_type: BlockType, hashes: Iterable[bytes]) -> None:
         """These were asked for in vain."""
         self.of(block_type).difference_update(hashes)
+        self._note(False, block_type, hashes)
         self._told()
 
     def _told(self) -> None:
@@ -89,6 +100,9 @@ class StoreIndex:
     def replace(self, blocks: Mapping[BlockType, set[bytes]]) -> None:
         """The store holds exactly these."""
         self._blocks = {block_type: set(hashes) for block_type, hashes in blocks.items()}
+        since, self._since = self._since or (), None
+        for there, block_type, hashes in since:
+            (self.add if there else self.discard)(block_type, hashes)
         self.state = IndexState.EXACT
 
     def invalidate(self) -> None:
@@ -141,6 +155,11 @@ class PrefixIndex:
         """The index of one store; of one not heard of before, an UNKNOWN one."""
         return self._stores.setdefault(store, StoreIndex())
 
+    def invalidate_stores(self) -> None:
+        """Stores may have lost something."""
+        for store in self._stores.values():
+            store.invalidate()
+
     def set_state(self, name: str, state: IndexState) -> None:
         """Say how far the instance's events can be relied on from now on. Unknown names are ignored."""
         if name in self._instances:
@@ -188,7 +207,7 @@ class PrefixIndex:
         what is `under_way` counts as the device's in any case.
         """
         instance = self._instances.get(name)
-        if instance is None:
+        if instance is None or not instance.rules:
             return Match()
         end = min(len(hashes), _candidates(instance.rules, prompt_tokens))
         if instance.prefix_only:

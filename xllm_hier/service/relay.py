@@ -42,11 +42,17 @@ class Answer:
     async def body(self) -> AsyncIterator[bytes]:
         """The rest as it comes; one that breaks off ends with an error event, as an instance's own would."""
         try:
-            yield self.first
-            if self._response is not None:
+            if self._response is None:
+                yield self.first
+            else:
+                whole, end, rest = self.first.rpartition(b"\n\n")
+                yield whole + end
                 try:
                     async for chunk in self._response.content.iter_any():
-                        yield chunk
+                        whole, end, rest = (rest + chunk).rpartition(b"\n\n")
+                        if end:
+                            yield whole + end
+                    yield rest
                 except (aiohttp.ClientError, TimeoutError) as error:
                     log.warning("an answer of %s broke off: %s", self.route and self.route.prefill, _text(error))
                     message = "the instance that was answering is gone; ask again"
@@ -111,7 +117,7 @@ class Relay:
             stack.callback(router.end, route)
             try:
                 response, first = await self._begin(stack, path, body, route)
-            except (aiohttp.ClientError, TimeoutError) as error:
+            except (aiohttp.ClientError, TimeoutError, OSError, UnicodeError) as error:
                 self._cluster.instances.unreachable(route.prefill, time.monotonic())
                 return None, type(error).__name__
             streams = response.content_type == "text/event-stream"

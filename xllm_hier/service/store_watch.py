@@ -78,8 +78,7 @@ class StoreWatch:
         return {info.store_blocks: info.store_keys for info in self._instances() if info.store}
 
     def _invalidate(self) -> None:
-        for store in self._stores():
-            self._index.store(store).invalidate()
+        self._index.invalidate_stores()
 
     def _is_behind(self) -> bool:
         return any(self._index.store(store).state is not IndexState.EXACT for store in self._stores())
@@ -112,8 +111,10 @@ class StoreWatch:
         return lost
 
     async def _list(self, session: aiohttp.ClientSession) -> None:
-        text = await self._get(session, "/get_all_keys", _LIST_LIMIT_S)
         stores = self._stores()
+        for store in stores:
+            self._index.store(store).begin_listing()
+        text = await self._get(session, "/get_all_keys", _LIST_LIMIT_S)
         found = await asyncio.to_thread(_all_blocks, text, stores)
         for store, blocks in found.items():
             self._index.store(store).replace(blocks)
