@@ -270,6 +270,25 @@ def test_nothing_of_another_process_on_the_same_address_is_taken() -> None:
     asyncio.run(story())
 
 
+def test_a_snapshot_of_many_parts_is_taken_while_blocks_come_and_go(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_publisher, "_PART_BLOCKS", 2)
+    engine.store(*range(1, 61))
+
+    async def story() -> None:
+        async with following(engine.info) as listener:
+            for number in range(100, 140):
+                engine.store(number)  # evicts an older one, once all 64 are taken
+                await asyncio.sleep(0.002)
+            await listener.until(lambda: listener.state is IndexState.EXACT)
+            known = listener.index._instances[NAME].blocks["device"]
+            await listener.until(lambda: known[KV] == engine.pools.device.hashes())
+            assert listener.stream.num_gaps == 0
+
+    asyncio.run(story())
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_is_lost_on_the_way_the_index_is_exact_in_the_end(engine: Engine, seed: int) -> None:
     dice = random.Random(seed)

@@ -239,7 +239,9 @@ def test_a_listener_knows_at_every_step_what_the_pools_have(seed: int) -> None:
         assert mirror.blocks.get(("store", KV), set()) <= set(simulation.workers.store), "told of what is not there"
     assert all(mirror.blocks[tier, KV] for tier in ("device", "host", "store")), "nothing was seen of a tier"
     anew = Mirror()
-    anew.apply(journal.snapshot())
+    for part in journal.snapshot(3):
+        assert sum(len(event.hashes) for event in part if isinstance(event, Stored)) <= 3
+        anew.apply(part)
     for tier in ("device", "host"):
         assert anew.blocks.get((tier, KV), set()) == mirror.blocks[tier, KV]
 
@@ -306,12 +308,48 @@ def test_a_snapshot_has_all_that_is_there_and_the_number_that_comes_next(talk: T
     for index in range(3):
         talk.one.store(talk.one.pools.device, prompt, index)
     talk.one.store(talk.one.pools.host, other, 0)
-    ((number, batch),) = talk.ask(SNAPSHOT)
-    assert number == 2  # what was not sent yet is number 1
+    (number, batch), (last, empty) = talk.ask(SNAPSHOT)
+    assert number == last == 2 and not empty.events  # what was not sent yet is number 1
     assert batch.events == [
         Stored("device", KV, [prompt.hash_of(n) for n in range(3)], None, list(range(12)), BLOCK),
         Stored("host", KV, [other.hash_of(0)], None, [1] * 4, BLOCK),
     ]
+
+
+def test_what_comes_and_goes_between_two_parts_of_a_snapshot_is_in_it_or_in_later_batches(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xllm_hier.engine.kv_publisher._PART_BLOCKS", 1)
+    prompt, late, device = sequence_of(list(range(20))), sequence_of([7] * 4), talk.one.pools.device
+    blocks = [talk.one.store(device, prompt, index) for index in range(5)]
+    talk.publisher.tick()
+    talk.questions.send_multipart([b"", SNAPSHOT])
+    end = time.monotonic() + 5
+    while not talk.publisher.busy and time.monotonic() < end:
+        talk.publisher.tick()
+    device.withdraw(blocks[4])  # not sent yet
+    device.withdraw(blocks[0])  # sent
+    talk.one.store(device, late, 0)
+    parts, mirror = [], Mirror()
+    while not parts or parts[-1].events:
+        talk.publisher.tick()
+        while talk.questions.poll(5):
+            _, number, payload = talk.questions.recv_multipart()
+            if number != END:
+                parts.append(unpack_batch(payload))
+                first = int.from_bytes(number, "big")
+    for part in parts:
+        mirror.apply(part.events)
+    assert prompt.hash_of(0) in mirror.blocks["device", KV] and prompt.hash_of(4) not in mirror.blocks["device", KV]
+    removed: list[bytes] = []
+    for number, payload in talk.publisher._kept:
+        if number >= first:
+            for event in unpack_batch(payload).events:
+                removed += event.hashes if isinstance(event, Removed) else []
+                known = mirror.blocks["device", KV]
+                known |= set(event.hashes) if isinstance(event, Stored) else set()
+                known -= set(event.hashes) if isinstance(event, Removed) else set()
+    assert mirror.blocks["device", KV] == device.hashes() and len(removed) == 2
 
 
 def test_an_empty_cache_has_a_snapshot_too(talk: Talk) -> None:

@@ -491,3 +491,24 @@ def test_a_prompt_is_placed_among_32_instances_in_a_moment() -> None:
         fleet.send(prompt)
         seconds.append(time.perf_counter() - start)
     assert min(seconds) < 0.008  # a quarter of that where nothing else runs
+
+
+def test_answers_that_come_as_a_whole_are_no_queue_once_the_instance_has_nothing_to_compute() -> None:
+    """Their first token is seen by nobody; two heartbeats without a backlog say that their prompts are computed."""
+    index = PrefixIndex()
+    router, busy = Router("CAR", index), Load(num_open=1, num_waiting=1, compute_s=1e-3)
+    idle = Load(num_open=1, num_running=1, compute_s=1e-3)
+    route = router.choose(Prompt(list(range(1000))), [Candidate("a", "DEFAULT", "x", 16, idle)])
+    assert route is not None
+    router.begin(route)
+    one = Candidate("a", "DEFAULT", "x", 16, idle)
+    assert router._queued_s(one) > 0.5
+    router.heard("a", "x", idle)  # perhaps told before the request was there
+    router.heard("a", "x", busy)
+    router.heard("a", "x", idle)
+    router.heard("a", "another", idle)
+    assert router._queued_s(one) > 0.5
+    router.heard("a", "x", idle)
+    assert router._queued_s(one) == 0 and router.describe()["open"] == {"a": 1}
+    router.end(route)
+    router.heard("a", "x", idle)

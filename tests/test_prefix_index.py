@@ -319,3 +319,11 @@ def test_the_stores_index_is_what_the_store_holds_once_all_is_at_rest() -> None:
     (rank,) = world.ranks.ranks
     for domain in rank.domains.values():
         assert world.index.store("s").of(domain.part.type) == set(domain.store) != set()
+
+
+def test_a_store_that_nobody_lists_is_known_up_to_a_limit_and_then_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xllm_hier.service.prefix_index.MOST_BLOCKS", 3)
+    store = PrefixIndex().store("s")
+    for number in range(5):
+        store.add(BlockType.KV, [number.to_bytes(16, "big")])
+    assert len(store.of(BlockType.KV)) == 2 and store.state is IndexState.STALE

@@ -21,8 +21,10 @@ from scripted_engine import ScriptedEngine
 from serving import wait_for
 
 from xllm_hier.api.engine_client import EngineClient
+from xllm_hier.api.refusal import Refusal
 from xllm_hier.block import BlockType, RestoreRule
-from xllm_hier.errors import RequestError
+from xllm_hier.config import EngineConfig
+from xllm_hier.errors import ConfigError, RequestError
 from xllm_hier.kv_events import Stored
 from xllm_hier.plans import AddRequest, SamplingSpec, ints
 from xllm_hier.registry import Etcd, InstanceInfo, Membership, RegistryError, instances_of
@@ -574,3 +576,22 @@ def test_an_id_that_is_in_use_is_refused_and_the_first_request_with_it_goes_on(t
     with ScriptedEngine(tmp_path) as engine:
         engine.allowance = 1
         assert asyncio.run(story()) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("key", ["line\nend", " led ", "schlüssel", "a\tb"])
+def test_a_key_that_no_header_can_carry_is_refused_and_not_told(key: str) -> None:
+    for make in (lambda: ServiceConfig(etcd_addr="a:1", api_key=key), lambda: EngineConfig(api_key=key)):
+        with pytest.raises(ConfigError, match="api_key") as caught:
+            make()
+        assert key not in str(caught.value)
+
+
+def test_an_answer_that_does_not_come_is_an_error_of_its_own_and_tried_once() -> None:
+    async def story() -> None:
+        async with StandIn().serving() as one, StandIn().serving() as other, service(answer_timeout_s=1.0) as cluster:
+            cluster._registered(found(one.info(), other.info()))
+            with pytest.raises(Refusal, match="nothing of an answer") as caught:
+                await ask(cluster)
+            assert caught.value.status == 504 and one.asked + other.asked == 1
+
+    asyncio.run(story())

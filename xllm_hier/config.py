@@ -19,6 +19,7 @@ from .machine import (
     check_device,
     check_model_folder,
     check_port_free,
+    check_secret,
     etcd_endpoints,
     has_rdma,
     split_address,
@@ -364,6 +365,8 @@ class EngineConfig:
             )
         self._check_disagg()
         self._check_cluster()
+        for name in ("api_key", "admin_token"):
+            check_secret(name, getattr(self, name))
         self._check_embedded_store()
         if self.enable_kvcache_store:
             check_address("store_local_hostname", self.store_local_hostname)

@@ -42,6 +42,12 @@ def etcd_endpoints(address: str) -> list[str]:
     return parts
 
 
+def check_secret(name: str, value: str) -> None:
+    """Refuse what cannot be sent in a header. Raises ConfigError, which does not tell the secret."""
+    if not (value.isascii() and value.isprintable()) or value != value.strip():
+        raise ConfigError(name, "...", "printable ASCII without spaces around it")
+
+
 def check_model_folder(name: str, value: str) -> None:
     """Refuse a folder without a model in safetensors. Raises ConfigError."""
     folder = Path(value)

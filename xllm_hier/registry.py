@@ -35,6 +35,7 @@ _REPLICA = "XLLM:SERVICE:"
 _NO_AUTH = ("authentication is not enabled",)
 _BAD_TOKEN = ("invalid auth token", "auth: token", "user name is empty", "auth: revision")
 _Answer = TypeVar("_Answer")
+_complained: set[tuple[str, bytes]] = set()  # said once, not in every round
 
 
 class RegistryError(XllmError):
@@ -143,7 +144,9 @@ def instances_of(found: dict[str, bytes]) -> dict[str, InstanceInfo]:
         try:
             info = InstanceInfo.from_json(value)
         except ValueError as error:
-            log.warning("the registry's %s is no instance: %s", key, error)
+            if (key, value) not in _complained:
+                _complained.add((key, value))
+                log.warning("the registry's %s is no instance: %s", key, error)
             continue
         if info.key == key:
             instances[info.name] = info

@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StrictBool,
+    StrictInt,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from ..errors import RequestError
 from .sampling import SamplingParams
@@ -133,12 +143,29 @@ class _Request(BaseModel):
         )
 
 
+def _kind_of_prompt(value: Any) -> str:
+    """Which of its forms a prompt is to be checked as, told by its first element: trying them all takes as long as
+    computing some of a long prompt."""
+    if not isinstance(value, list) or not value:
+        return "ids" if isinstance(value, list) else "text"
+    return "texts" if isinstance(value[0], str) else "lists" if isinstance(value[0], list) else "ids"
+
+
+_Prompt = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[str], Tag("texts")]
+    | Annotated[list[StrictInt], Tag("ids")]
+    | Annotated[list[list[StrictInt]], Tag("lists")],
+    Discriminator(_kind_of_prompt),
+]
+
+
 class CompletionRequest(_Request):
     """Body of /v1/completions: `prompt` is a text, token ids, or a list of either."""
 
     unsupported = _PENALTIES | {"suffix": ("",)}
 
-    prompt: str | list[str] | list[StrictInt] | list[list[StrictInt]]
+    prompt: _Prompt
     max_tokens: StrictInt | None = Field(default=None, description="default 16")
     max_completion_tokens: StrictInt | None = None
     logprobs: StrictInt | None = None

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from ..config import EngineConfig
+from ..errors import EngineDeadError, RequestError
 from ..machine import split_address
 from ..registry import ROLES, Etcd, InstanceInfo, Membership, instances_of
 from .engine_client import EngineClient
@@ -116,6 +117,11 @@ class Registration:
             if other.role == "DECODE" and other.pd_address and other.model_id == mine.model_id
         }
         if found != self._decode_instances:
-            call = self._client.call("decode_instances", _CALL_S, instances=found)
-            asyncio.run_coroutine_threadsafe(call, self._loop).result(_CALL_S + 1)
+            asyncio.run_coroutine_threadsafe(self._tell(found), self._loop)  # the lease does not wait for the engine
+
+    async def _tell(self, found: dict[str, str]) -> None:
+        try:
+            await self._client.call("decode_instances", _CALL_S, instances=found)
             self._decode_instances = found
+        except (TimeoutError, RequestError, EngineDeadError) as error:
+            log.warning("the engine was not told of the decode instances, the next round tries again: %s", error)

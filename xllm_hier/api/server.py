@@ -74,9 +74,9 @@ async def _run(
 
 async def _drain(service: Service, dying: asyncio.Task[object]) -> None:
     """Refuse new requests and let the open ones end, within the time the settings give them."""
+    service.admission.draining = True  # first: who asks from now on is told, and asks another one
     if service.registration is not None:
         await service.registration.stop()
-    service.admission.draining = True
     limit_s = service.config.drain_timeout_s
     _log.info("draining: %d open requests, at most %g s", service.admission.num_open, limit_s)
     try:

@@ -175,6 +175,10 @@ class BlockPool:
         """Of all blocks that can be found."""
         return set(self._index)
 
+    def in_order(self) -> list[bytes]:
+        """As `hashes`, those first that have been there longest: mostly each right behind its parent."""
+        return list(self._index)
+
     def find(self, block_hash: bytes) -> int | None:
         """The READY block with this content; None when there is none."""
         return self._index.get(block_hash)

@@ -121,24 +121,20 @@ class CacheJournal:
         events, self._events = self._events, []
         return events
 
-    def snapshot(self) -> list[Event]:
-        """As if all that device and host have was stored just now; call it when nothing is left to `take`."""
-        assert not self._events, "what was not sent yet would be told twice"
-        for block_type, both in self._pools.items():
-            for tier, pool in both.tiers.items():
-                for block_hash in self._in_chains(pool.hashes()):
+    def snapshot(self, most_blocks: int) -> Iterator[list[Event]]:
+        """As if all that device and host have now was stored just now, in parts of at most so many blocks. Take a part
+        when nothing is left to `take`; between two parts anything may happen. What has gone by then is left out, what
+        came is in later events, and so is what goes afterwards."""
+        there = [
+            (tier, block_type, block_hash)
+            for block_type, both in self._pools.items()
+            for tier, pool in both.tiers.items()
+            for block_hash in pool.in_order()
+        ]
+        for start in range(0, len(there), most_blocks):
+            assert not self._events, "what was not sent yet would be told twice"
+            for tier, block_type, block_hash in there[start : start + most_blocks]:
+                if self._pools[block_type].tiers[tier].find(block_hash) is not None:
                     self._add(tier, block_type, block_hash)
-        events, self._events = self._events, []
-        return events
-
-    def _in_chains(self, hashes: set[bytes]) -> Iterator[bytes]:
-        """Each block, where it can be right behind its parent, so that prompts are few events."""
-        children: dict[bytes | None, list[bytes]] = {}
-        for block_hash in hashes:
-            parent = self._contents.get(block_hash, _UNKNOWN).parent
-            children.setdefault(parent if parent in hashes else None, []).append(block_hash)
-        left = children.get(None, [])
-        while left:
-            block_hash = left.pop()
-            yield block_hash
-            left.extend(children.get(block_hash, ()))
+            events, self._events = self._events, []
+            yield events

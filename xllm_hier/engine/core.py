@@ -227,6 +227,8 @@ class EngineCore:
         self._stop = True
 
     def _patience(self) -> float:
+        if self.publisher is not None and self.publisher.busy:
+            return 0.0
         if self.scheduler.has_work and not self._stalled:
             return 0.0
         waits = self.scheduler.has_work or self.scheduler.prefetching or (self.role is not None and self.role.busy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import zmq
@@ -20,7 +20,8 @@ log = logging.getLogger("xllm.events")
 
 KEPT_BATCHES = 10_000  # for those who ask for what they missed; who missed more asks for a snapshot
 _QUEUED_BATCHES = 100_000  # for one subscriber that does not read, before it misses some
-_SNAPSHOT_EVENTS = 2_000  # of one message
+_PART_BLOCKS = 2_000  # of a snapshot, in one message: some 10 ms, between which the engine goes on
+_MOST_SNAPSHOTS = 64  # under way; who asks beyond them asks again
 
 
 class KvPublisher:
@@ -49,6 +50,7 @@ class KvPublisher:
         self._next_heartbeat = 0.0
         self._number = 0
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=KEPT_BATCHES)
+        self._snapshots: deque[tuple[bytes, bytes, Iterator[list[Any]]]] = deque()
         self._sockets: list[zmq.Socket[Any]] = []
         try:
             self._publish, port = self._listen(context, zmq.PUB, config.host, "kv_events_port", config.kv_events_port)
@@ -89,9 +91,14 @@ class KvPublisher:
             if len(frames) != 3 or (len(frames[2]) != 8 and frames[2] != SNAPSHOT):
                 log.warning("what has come to the replay port is no question: %d frames", len(frames))
                 continue
-            sender, _, question = frames
-            for number, payload in self._answers(question):
-                self.socket.send_multipart([sender, b"", number, payload])
+            self._answer(frames[0], frames[2])
+        if self._snapshots:
+            self._send_part(*self._snapshots.popleft())
+
+    @property
+    def busy(self) -> bool:
+        """The next `tick` has something to do."""
+        return bool(self._snapshots)
 
     def _send(self, events: list[Any]) -> None:
         load = None
@@ -105,16 +112,28 @@ class KvPublisher:
     def _pack(self, events: list[Any], load: dict[str, Any] | None = None) -> bytes:
         return pack_batch(EventBatch(time.time(), events, self._incarnation, load), self._groups)
 
-    def _answers(self, question: bytes) -> list[tuple[bytes, bytes]]:
-        """What `tick` sends when all that has happened is published."""
-        if question != SNAPSHOT:
-            first = int.from_bytes(question, "big")
-            kept = [(number.to_bytes(8, "big"), payload) for number, payload in self._kept if number >= first]
-            return [*kept, (END, b"")]
-        number = self._number.to_bytes(8, "big")  # of the first batch that is not in the snapshot
-        events = self._journal.snapshot()
-        parts = [events[start : start + _SNAPSHOT_EVENTS] for start in range(0, len(events), _SNAPSHOT_EVENTS)] or [[]]
-        return [*((number, self._pack(part)) for part in parts), (END, b"")]
+    def _answer(self, sender: bytes, question: bytes) -> None:
+        """Answer once more what was published, or begin a snapshot, of which the first part tells of everything that
+        was published before the number it bears."""
+        if question == SNAPSHOT:
+            if len(self._snapshots) < _MOST_SNAPSHOTS:
+                parts = self._journal.snapshot(_PART_BLOCKS)
+                self._snapshots.append((sender, self._number.to_bytes(8, "big"), parts))
+            return
+        first = int.from_bytes(question, "big")
+        for number, payload in self._kept:
+            if number >= first:
+                self.socket.send_multipart([sender, b"", number.to_bytes(8, "big"), payload])
+        self.socket.send_multipart([sender, b"", END, b""])
+
+    def _send_part(self, sender: bytes, number: bytes, parts: Iterator[list[Any]]) -> None:
+        events = next(parts, None)
+        if events is not None:
+            self.socket.send_multipart([sender, b"", number, self._pack(events)])
+            self._snapshots.append((sender, number, parts))
+        else:  # one that is empty says at least whose it is, and what comes next
+            self.socket.send_multipart([sender, b"", number, self._pack([])])
+            self.socket.send_multipart([sender, b"", END, b""])
 
     def close(self) -> None:
         for socket in self._sockets:

@@ -120,9 +120,14 @@ class Front:
         texts = (
             path.startswith("/v1/chat") or isinstance(given, str) or any(isinstance(one, str) for one in given or ())
         )
-        body = raw | {"routing": {"token_ids": ids if texts else None}}
-        self.metrics.routing_s.observe(time.perf_counter() - started)
-        work = self.relay.send(path, body, prompt, f"{kind}-{secrets.token_hex(12)}")
+        work = self.relay.send(
+            path,
+            raw,
+            prompt,
+            f"{kind}-{secrets.token_hex(12)}",
+            token_ids=ids if texts else None,
+            on_chosen=lambda: self.metrics.routing_s.observe(time.perf_counter() - started),
+        )
         return await until_disconnected(request.receive, work)
 
 

@@ -199,6 +199,7 @@ class Cluster:
         instance = self.instances.alive(name, batch.incarnation, _now())
         if instance is not None and batch.load is not None:
             instance.load = Load.from_dict(batch.load)
+            self.router.heard(name, batch.incarnation, instance.load)
 
     async def _look_after(self) -> None:
         while True:

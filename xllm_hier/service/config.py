@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 from ..errors import ConfigError
-from ..machine import check_address, check_port_free, etcd_endpoints
+from ..machine import check_address, check_port_free, check_secret, etcd_endpoints
 from ..settings import check_value, read_sources, setting
 
 CLUSTER, ROUTING, SERVER, LIMITS = "cluster", "routing", "server", "time limits"
@@ -92,6 +92,7 @@ class ServiceConfig:
         if not self.etcd_addr:
             raise ConfigError("etcd_addr", "", "host:port of an etcd: the instances are found there")
         etcd_endpoints(self.etcd_addr)
+        check_secret("api_key", self.api_key)
         for address in self.store_masters:
             check_address("store_metrics_address", address, "a comma list of host:port")
         if self.reachable_host in ("0.0.0.0", "::", ""):

@@ -90,10 +90,12 @@ class Route:
 class _Book:
     """What the router has under way at one incarnation: prefill seconds and requests by route, and their blocks.
 
-    `blocks` counts all full blocks of their prompts, `ends` those behind which a prompt ends.
+    `idle_since`: routes that were there when the instance last had nothing to compute. `blocks` counts all full blocks
+    of their prompts, `ends` those behind which a prompt ends.
     """
 
     prefill_s: dict[int, float] = field(default_factory=dict)
+    idle_since: set[int] = field(default_factory=set)
     open: set[int] = field(default_factory=set)
     blocks: Counter[bytes] = field(default_factory=Counter)
     ends: Counter[bytes] = field(default_factory=Counter)
@@ -319,6 +321,19 @@ class Router:
         ratio = max(seconds, _LEAST_S) / max(route.estimate_s, _LEAST_S)
         ratio = min(max(ratio, 1 / _MOST_CORRECTION), _MOST_CORRECTION)
         self._corrections[key] = _KEEP * self._corrections.get(key, 1.0) + (1 - _KEEP) * ratio
+
+    def heard(self, name: str, incarnation: str, load: Load) -> None:
+        """An instance tells its load. When it has no prompt left to compute, what was sent before the last time it said
+        so has been computed, also where no first token shows it, as in answers that come as a whole."""
+        book = self._books.get((name, incarnation))
+        if book is None:
+            return
+        if load.num_waiting or load.backlog_tokens:
+            book.idle_since.clear()
+            return
+        for number in book.idle_since & book.prefill_s.keys():
+            del book.prefill_s[number]
+        book.idle_since = set(book.prefill_s)
 
     def end(self, route: Route) -> None:
         """The request is over, or has left for another place."""

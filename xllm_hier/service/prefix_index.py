@@ -16,6 +16,7 @@ from typing import Any
 from ..block import BlockType, RestoreRule, common_boundary
 from ..kv_events import Cleared, Event, Stored
 
+MOST_BLOCKS = 2_000_000  # of one type in one store: some 200 MB
 _Blocks = dict[BlockType, set[bytes]]
 _TIERS = ("device", "host", "store")  # the slowest last
 
@@ -83,6 +84,9 @@ class StoreIndex:
 
     def add(self, block_type: BlockType, hashes: Iterable[bytes]) -> None:
         """These were written or read just now."""
+        if len(self.of(block_type)) >= MOST_BLOCKS:  # nobody tells what it has evicted: begin anew
+            self._blocks[block_type] = set()
+            self.invalidate()
         self.of(block_type).update(hashes)
         self._note(True, block_type, hashes)
         self._told()

@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,30 +75,45 @@ class Relay:
         self._limit = aiohttp.ClientTimeout(
             total=None, sock_connect=config.connect_timeout_s, sock_read=config.answer_timeout_s
         )
-        self._headers = {"authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+        self._headers = {"content-type": "application/json"}
+        if config.api_key:
+            self._headers["authorization"] = f"Bearer {config.api_key}"
         self.answers: Counter[tuple[str, int]] = Counter()  # by instance and status
         self.retries: Counter[str] = Counter()  # by reason
 
-    async def send(self, path: str, body: dict[str, Any], prompt: Prompt, request_id: str) -> Answer:
-        """The answer of the first instance that has one for the client.
+    async def send(
+        self,
+        path: str,
+        body: dict[str, Any],
+        prompt: Prompt,
+        request_id: str,
+        *,
+        token_ids: list[list[int]] | None = None,
+        on_chosen: Callable[[], None] = lambda: None,
+    ) -> Answer:
+        """The answer of the first instance that has one for the client; `token_ids` are what the texts of the body are.
+        `on_chosen` is called when it is known who is asked first.
 
         Raises:
-            Refusal: there is no instance for it.
+            Refusal: there is no instance for it, or the one there is says nothing for too long.
         """
         avoid: set[str] = set()
+        head, ids = json.dumps(body).encode()[:-1], json.dumps(token_ids)  # once: they may be long
         last: Answer | None = None
         for attempt in range(self._cluster.config.max_attempts):
             route = self._cluster.router.choose(prompt, self._cluster.candidates(str(body.get("model") or "")), avoid)
             if route is None:
                 break
             avoid.add(route.prefill)
+            if not attempt:
+                on_chosen()
             routing = {
                 "prefill_name": route.prefill,
                 "decode_name": route.decode or "",
                 "service_request_id": f"{request_id}.{attempt}" if attempt else request_id,
-                "token_ids": body.get("routing", {}).get("token_ids"),
             }
-            answer, why = await self._try(path, body | {"routing": routing}, route)
+            tail = f', "routing": {json.dumps(routing)[:-1]}, "token_ids": {ids}}}}}'
+            answer, why = await self._try(path, head + tail.encode(), route)
             if answer is not None and answer.status not in _ELSEWHERE:
                 return answer
             last = answer or last
@@ -106,10 +121,10 @@ class Relay:
             log.warning("%s: %s cannot answer: %s", request_id, route.prefill, why)
         if last is not None:
             return last
-        tried = f"; tried {', '.join(sorted(avoid))}" if avoid else ""
+        tried = f"; {len(avoid)} did not answer" if avoid else ""
         raise Refusal(f"no instance can take the request now{tried}", status=503, code="no_instance")
 
-    async def _try(self, path: str, body: dict[str, Any], route: Route) -> tuple[Answer | None, str]:
+    async def _try(self, path: str, body: bytes, route: Route) -> tuple[Answer | None, str]:
         """One attempt: an answer, or why there is none."""
         router, started = self._cluster.router, time.monotonic()
         async with AsyncExitStack() as stack:
@@ -117,11 +132,17 @@ class Relay:
             stack.callback(router.end, route)
             try:
                 response, first = await self._begin(stack, path, body, route)
+            except aiohttp.SocketTimeoutError:  # it lives, and has its reasons: another one would have them, too
+                limit_s = self._cluster.config.answer_timeout_s
+                message = f"there was nothing of an answer within {limit_s:g} s"
+                raise Refusal(message, status=504, code="answer_timeout") from None
             except (aiohttp.ClientError, TimeoutError, OSError, UnicodeError) as error:
                 self._cluster.instances.unreachable(route.prefill, time.monotonic())
                 return None, type(error).__name__
             streams = response.content_type == "text/event-stream"
             self.answers[route.prefill, response.status] += 1
+            if response.status == 503:  # it may drain
+                self._cluster.instances.unreachable(route.prefill, time.monotonic())
             router.first_token(route, time.monotonic() - started if streams else None)
             headers = {name: value for name in _KEPT_HEADERS if (value := response.headers.get(name)) is not None}
             answer = Answer(response.status, headers, first, route, response if streams else None)
@@ -132,7 +153,7 @@ class Relay:
         raise AssertionError("not reached")
 
     async def _begin(
-        self, stack: AsyncExitStack, path: str, body: dict[str, Any], route: Route
+        self, stack: AsyncExitStack, path: str, body: bytes, route: Route
     ) -> tuple[aiohttp.ClientResponse, bytes]:
         """The head of an answer and what comes with it: all of it, or the first part of a stream.
 
@@ -142,7 +163,7 @@ class Relay:
 
         async def ask() -> tuple[aiohttp.ClientResponse, bytes]:
             response = await self._cluster.session.post(
-                f"http://{route.prefill}{path}", json=body, headers=self._headers, timeout=self._limit
+                f"http://{route.prefill}{path}", data=body, headers=self._headers, timeout=self._limit
             )
             stack.callback(response.close)
             streams = response.content_type == "text/event-stream"

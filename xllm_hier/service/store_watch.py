@@ -91,7 +91,8 @@ class StoreWatch:
                 limit = aiohttp.ClientTimeout(total=limit_s)
                 if len(self._addresses) > 1:
                     async with session.get(f"http://{address}/health", timeout=limit) as answer:
-                        if not (await answer.json(content_type=None)).get("service_ready"):
+                        told = await answer.json(content_type=None)
+                        if not isinstance(told, dict) or not told.get("service_ready"):
                             continue
                 async with session.get(f"http://{address}{path}", timeout=limit) as answer:
                     answer.raise_for_status()
