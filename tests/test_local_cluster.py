@@ -38,9 +38,9 @@ def test_a_cluster_comes_up_answers_from_its_store_and_leaves_nothing_behind(tmp
     assert found is not None, text
     url = found[1]
     instances = re.findall(r"serves llama at (\S+)", text)
-    assert len(instances) == 2 and text.count("store attached") == 2
     children = psutil.Process(process.pid).children(recursive=True)
     try:
+        assert len(instances) == 2
         wait_for(lambda: len(httpx.get(f"{url}/instances").json()["instances"]) == 2)
         body = {"prompt": prompt_of(1, 96), "max_tokens": 4, "temperature": 0, "ignore_eos": True}
         first = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
