@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import random
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from serving import Server, wait_for
 from tiny_models import VOCAB
+
+from xllm_hier.embedded_store import free_ports
 
 BLOCK = 16
 COMMON = [f"--block_size={BLOCK}", "--max_cache_size=8MB", "--max_tokens_per_batch=64", "--num_threads=1"]
@@ -25,9 +26,7 @@ def prompt_of(seed: int, length: int) -> list[int]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1)[0]
 
 
 def decode_server(model: Path, mode: str, *flags: str, port: int = 0) -> Server:

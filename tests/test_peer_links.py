@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import zmq
+from serving import wait_for
 
 from xllm_hier.config import EngineConfig
+from xllm_hier.embedded_store import free_ports
 from xllm_hier.engine import peer_links
 from xllm_hier.engine.peer_links import PeerEvent, PeerLinks, differences
 from xllm_hier.errors import StartupError
@@ -22,10 +24,14 @@ SILENCE_S = 0.6
 WAIT_S = 10.0
 
 
-def free_port() -> int:
+def is_free(port: int) -> bool:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as ZeroMQ binds
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
 
 
 class Cluster:
@@ -82,6 +88,7 @@ class Cluster:
             peer.linked = False
             peer.line.close()
         links.socket.close(0)
+        wait_for(lambda: is_free(links.port), WAIT_S)  # ZeroMQ closes it a moment later
 
     def close(self) -> None:
         for links in self.events:
@@ -108,7 +115,7 @@ def test_two_that_fit_are_linked_know_each_others_endpoints_and_hear_how_busy_th
 
 
 def test_it_does_not_matter_who_is_there_first(cluster: Cluster) -> None:
-    port = free_port()
+    port = free_ports(1)[0]
     prefill = cluster.prefill(f"127.0.0.1:{port}")
     for _ in range(20):
         cluster.turn()
@@ -188,14 +195,14 @@ def test_an_answer_in_another_version_is_a_refusal_that_says_so(
 
 
 def test_one_prefill_instance_does_not_decode_for_another(cluster: Cluster) -> None:
-    other = cluster.prefill(f"127.0.0.1:{free_port()}")
+    other = cluster.prefill(f"127.0.0.1:{free_ports(1)[0]}")
     prefill = cluster.prefill(other)
     cluster.until(lambda: prefill.refusals)
     assert prefill.refusals[0].endswith("instance_role: it is PREFILL")
 
 
 def test_the_end_of_a_process_is_noticed_at_once_on_either_side_and_the_next_one_is_linked(cluster: Cluster) -> None:
-    port = free_port()
+    port = free_ports(1)[0]
     decode = cluster.decode(port)
     prefill = cluster.prefill(decode)
     cluster.linked(prefill, decode)
@@ -214,7 +221,7 @@ def test_the_end_of_a_process_is_noticed_at_once_on_either_side_and_the_next_one
 def test_who_is_at_a_lost_peers_address_is_told_as_the_same_or_another(cluster: Cluster) -> None:
     """A line that broke says nothing of the process behind it; one that answers again may be the one that was lost."""
     decode = cluster.decode()
-    port = free_port()
+    port = free_ports(1)[0]
     prefill = cluster._add("PREFILL", decode.address, port, {})
     cluster.linked(prefill, decode)
     first = prefill.incarnation
@@ -254,7 +261,7 @@ def test_who_was_itself_away_does_not_take_the_silence_for_the_others(cluster: C
 
 
 def test_words_for_an_earlier_process_on_the_same_address_are_not_taken_by_the_next(cluster: Cluster) -> None:
-    port = free_port()
+    port = free_ports(1)[0]
     decode = cluster.decode(port)
     prefill = cluster.prefill(decode)
     cluster.linked(prefill, decode)

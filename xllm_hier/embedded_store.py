@@ -12,6 +12,7 @@ import ctypes
 import importlib.util
 import logging
 import os
+import random
 import re
 import signal
 import socket
@@ -53,12 +54,30 @@ def set_process_name(name: str) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """`count` distinct TCP ports of 127.0.0.1 that were free a moment ago."""
+    """`count` distinct TCP ports of 127.0.0.1 that were free a moment ago; where there is room, below those that
+    connections are given, so that none takes one of them before its owner does (not even one that tries to reach that
+    owner: it may be given the very port it asks for, and then has itself at the other end)."""
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+        found: list[int] = []
+        for port in [*random.sample(_quiet_ports(), len(_quiet_ports())), *[0] * count]:
+            one = stack.enter_context(socket.socket())
+            try:
+                one.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            found.append(one.getsockname()[1])
+            if len(found) == count:
+                break
+        return found
+
+
+def _quiet_ports() -> range:
+    """Ports that neither the system nor Mooncake (15000 to 17000) gives away."""
+    try:
+        lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        lowest = 32768
+    return range(20000, min(lowest, 32768))
 
 
 def binary(name: str) -> str:
