@@ -29,15 +29,16 @@ from xllm_hier.embedded_store import EmbeddedStore, free_ports
 from xllm_hier.registry import Etcd, InstanceInfo, Membership
 
 from .bench_model import bench_model
-from .routing_simulated import Request
+from .routing_simulated import END_OF_TOKENS, Request
 from .serving import random_prompt, show
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
-SHAPE |= {"num_key_value_heads": 2, "head_dim": 64, "vocab_size": 8192}
+SHAPE |= {"num_key_value_heads": 2, "head_dim": 64, "vocab_size": END_OF_TOKENS}
 BLOCK = 16
 BLOCK_BYTES = BLOCK * 4 * 2 * 2 * 64 * 2  # layers, key and value, heads, head size, bfloat16
 DEVICE_BLOCKS, HOST_FACTOR = 192, 4
 AT_A_TIME = 4
+MOST_APART = 0.03
 LIMIT_S = 600.0
 
 
@@ -110,9 +111,12 @@ def traces(slices: dict[str, Sequence[Request]], reference: dict[tuple[str, int,
                 cells = [f"{name} {policy}{' with store' if store else ''}"]
                 cells += [f"{got[tier]:.3f}" for tier in ("device", "host", "store", "hit")]
                 rows.append([*cells, f"{table:.3f}", f"{got['seconds']:.0f} s", f"{got['spread_of_requests']:.2f}"])
-                results.append({"slice": name, "policy": policy, "store": store, "reference": table, **got})
+                results.append({"slice": name, "policy": policy, "with_store": store, "reference": table, **got})
     columns = ["slice, policy", "device", "host", "store", "all", "reference", "took", "spread"]
     show(f"two real instances, {AT_A_TIME} requests at a time: share of the prompts' tokens hit", columns, rows)
+    worst = max(abs(one["hit"] - one["reference"]) for one in results)
+    verdict = "PASS" if worst <= MOST_APART else "FAIL"
+    show("", ["demand", "at worst", ""], [["real instances and reference at most 0.03 apart", f"{worst:.3f}", verdict]])
     return results
 
 
