@@ -222,10 +222,11 @@ def test_a_store_is_exact_from_a_listing_until_it_may_have_evicted_something() -
     assert index.match("a", HASHES, 17).state is STALE
     store.replace({KV: set(HASHES[:2])})
     assert index.match("a", HASHES, 17) == Match(store=8, state=EXACT)
-    store.discard(KV, HASHES[1:2])
     store.add(KV, HASHES[2:])
-    assert store.state is EXACT and index.match("a", HASHES, 17).store == 4
+    assert store.state is EXACT and index.match("a", HASHES, 17).store == 16
     store.invalidate()
+    assert store.state is STALE and index.match("a", HASHES, 17).store == 16
+    store.discard(KV, HASHES[1:2])
     assert index.match("a", HASHES, 17) == Match(store=4, state=STALE)
     assert index.describe()["stores"] == {"s": {"state": "stale", "KV": 3}}
 
@@ -327,3 +328,14 @@ def test_a_store_that_nobody_lists_is_known_up_to_a_limit_and_then_anew(monkeypa
     for number in range(5):
         store.add(BlockType.KV, [number.to_bytes(16, "big")])
     assert len(store.of(BlockType.KV)) == 2 and store.state is IndexState.STALE
+
+
+def test_a_block_that_is_not_where_it_was_thought_to_be_makes_the_store_s_index_stale() -> None:
+    """A store that was away answers nothing: what was asked for in vain may be there still."""
+    store = PrefixIndex().store("s")
+    here, elsewhere = (number.to_bytes(16, "big") for number in (1, 2))
+    store.replace({BlockType.KV: {here}})
+    store.discard(BlockType.KV, [elsewhere])
+    assert store.state is IndexState.EXACT
+    store.discard(BlockType.KV, [here])
+    assert store.state is IndexState.STALE and not store.of(BlockType.KV)

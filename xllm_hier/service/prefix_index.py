@@ -92,7 +92,10 @@ class StoreIndex:
         self._told()
 
     def discard(self, block_type: BlockType, hashes: Iterable[bytes]) -> None:
-        """These were asked for in vain."""
+        """These were asked for in vain; where they were thought to be there, something is not as it was told: they may
+        have been evicted, or the store was away and has them still."""
+        if not self.of(block_type).isdisjoint(hashes):
+            self.invalidate()
         self.of(block_type).difference_update(hashes)
         self._note(False, block_type, hashes)
         self._told()
