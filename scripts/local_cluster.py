@@ -110,7 +110,7 @@ def start_store(processes: Processes, etcd: str, masters: int, segment: str) -> 
         rpc, http = free_ports(2)
         command = [binary("mooncake_master"), "--enable_ha=true", "--ha_backend_type=etcd", "--enable_oplog=true"]
         command += [f"--ha_backend_connstring={etcd}", f"--cluster_id={CLUSTER_ID}", "--rpc_address=127.0.0.1"]
-        command += [f"--rpc_port={rpc}", "--metrics_host=127.0.0.1", f"--metrics_port={http}"]
+        command += [f"--rpc_port={rpc}", "--metrics_host=127.0.0.1", f"--metrics_port={http}", "--client_ttl=30"]
         processes.start(f"master-{number}", command, MC_LOG_LEVEL="WARNING")
         metrics.append(f"127.0.0.1:{http}")
     processes.wait("master-0", lambda: any('"service_ready":true' in _get(f"http://{one}/health") for one in metrics))

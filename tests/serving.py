@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,19 @@ def wait_for(what: Callable[[], Any], timeout_s: float = QUIET_S, every_s: float
         assert time.monotonic() < end, f"waited {timeout_s:g} s in vain"
         time.sleep(every_s)
     return found
+
+
+def runs(pid: int) -> bool:
+    """There is such a process; a zombie that nobody has fetched yet is none."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_gone(processes: Iterable[psutil.Process], timeout_s: float = 5.0) -> None:
+    """Until none of them runs: multiprocessing's resource tracker ends a moment after the last who used it."""
+    wait_for(lambda: not [process for process in processes if runs(process.pid)], timeout_s)
 
 
 class Server:

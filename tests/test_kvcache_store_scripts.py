@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from etcd import EtcdServer, needs_etcd, running_etcd
-from ha_store import runs, spawn
-from serving import Server, wait_for
+from ha_store import spawn
+from serving import Server, runs, wait_for
 from tiny_models import make
 
 from xllm_hier.embedded_store import binary, free_ports
@@ -82,6 +82,9 @@ def test_master_and_client_start_serve_an_instance_and_stop(environ: dict[str, s
         assert Path(f"/proc/{pid_of(environ, name)}/exe").resolve() == Path(binary(name)).resolve()
         again = run(script, "start", environ=environ)
         assert again.returncode == 0 and "already running" in again.stderr
+    flags = Path(f"/proc/{pid_of(environ, 'mooncake_master')}/cmdline").read_text().split("\0")
+    given = next(flag for flag in flags if flag.startswith("--client_ttl="))
+    assert int(given.split("=")[1]) > 15, "a leader whom etcd left must be gone before it takes clients for dead"
 
     own = f"127.0.0.1:{free_ports(1)[0]}"
     for client_address in ("", f"127.0.0.1:{environ['MOONCAKE_CLIENT_PORT']}"):
@@ -145,7 +148,8 @@ def test_a_program_that_does_not_stop_is_killed(tmp_path: Path, environ: dict[st
     sleeper.chmod(0o755)
     stubborn = environ | {"MOONCAKE_BIN_DIR": str(sleeper.parent), "MOONCAKE_STOP_TIMEOUT_SECONDS": "1"}
     start = subprocess.Popen(["bash", str(CLIENT), "start"], env=stubborn, stderr=subprocess.DEVNULL)
-    wait_for(deaf.exists)
+    pid_file = Path(environ["MOONCAKE_LOG_DIR"]) / "mooncake_client.pid"
+    wait_for(lambda: deaf.exists() and pid_file.exists() and len(pid_file.read_text().split()) == 2)
     start.kill()
     start.wait(10)
     pid = pid_of(environ, "mooncake_client")

@@ -12,7 +12,7 @@ import httpx
 import psutil
 from etcd import needs_etcd
 from pairs import COMMON, prompt_of
-from serving import wait_for
+from serving import wait_for, wait_gone
 from tiny_models import make
 
 ROOT = Path(__file__).parent.parent
@@ -57,7 +57,7 @@ def test_a_cluster_comes_up_answers_from_its_store_and_leaves_nothing_behind(tmp
         code = process.wait(120)
         process.stdout.close()
     assert code == 0
-    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    wait_gone(children)
 
 
 def test_a_cluster_whose_instances_cannot_start_says_why_and_ends(tmp_path: Path) -> None:

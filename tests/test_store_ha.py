@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from etcd import needs_etcd
-from ha_store import HaStore, running_ha_store, runs
-from serving import Server, running_store, wait_for
+from ha_store import HaStore, running_ha_store
+from serving import Server, running_store, wait_for, wait_gone
 from test_store_faults import asking
 from tiny_models import VOCAB, make
 
@@ -91,8 +91,7 @@ def empty(server: Server) -> None:
 
 def nothing_lost(ha: HaStore, before: set[str]) -> None:
     """The new leader tells of objects when their owners have come to it."""
-    wait_for(lambda: ha.segments() > 0 and ha.keys(), BACK_S)
-    assert before <= ha.keys()
+    wait_for(lambda: ha.segments() > 0 and before <= ha.keys(), BACK_S, 0.5)
 
 
 def all_from_the_store(server: Server, expected: Bits) -> None:
@@ -213,7 +212,7 @@ def test_instances_that_start_before_any_master_come_up_attach_by_themselves_and
             start = time.monotonic()
             assert server.stop() == 0
             assert time.monotonic() - start < 10
-            assert not [child for child in server.children if runs(child.pid)]
+            wait_gone(server.children)
 
 
 def test_an_instance_goes_over_to_another_store_and_back_without_waiting_for_the_client_it_leaves(
@@ -233,9 +232,9 @@ def test_an_instance_goes_over_to_another_store_and_back_without_waiting_for_the
 def test_while_the_leader_stands_still_answers_stay_right_and_hits_come_back(
     ha: HaStore, servers: list[Server], cold: Bits
 ) -> None:
-    """The last test here, since the cluster forgets something by it (wheel 0.3.13): a leader that slept for longer than
-    the clients' time to live wakes up, takes them for dead before it knows that it leads no more, and writes that their
-    objects are gone to the log that all share. The leader of now still has them, the one after it will not.
+    """The last test here, since on a slow machine the cluster may forget something by it (wheel 0.3.13): a leader that
+    slept for longer than the clients' time to live wakes up, takes them for dead before it knows that it leads no more,
+    and writes that their objects are gone to the log that all share. The leader of now has them, the one after it not.
     """
     with ha.stopped_leader():
         for server in servers:

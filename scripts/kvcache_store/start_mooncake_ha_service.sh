@@ -4,7 +4,8 @@
 # needs     MOONCAKE_ETCD_ENDPOINTS  host:port;host:port
 #           MOONCAKE_RPC_ADDRESS     address of this machine that clients reach
 # optional  MOONCAKE_CLUSTER_ID xllm-mooncake, MOONCAKE_RPC_PORT 50051, MOONCAKE_METRICS_PORT 9003, MOONCAKE_LOG_DIR,
-#           MOONCAKE_PID_FILE, MOONCAKE_START_TIMEOUT_SECONDS 60, MOONCAKE_STOP_TIMEOUT_SECONDS 30, MOONCAKE_BIN_DIR
+#           MOONCAKE_CLIENT_TTL_SECONDS 30, MOONCAKE_PID_FILE, MOONCAKE_START_TIMEOUT_SECONDS 60,
+#           MOONCAKE_STOP_TIMEOUT_SECONDS 30, MOONCAKE_BIN_DIR
 # `run` stays in the foreground, for a supervisor. `status` ends with 0 when it runs, 3 when not.
 set -euo pipefail
 NAME=mooncake_master
@@ -27,6 +28,9 @@ if [ "$action" = start ] || [ "$action" = run ]; then
     --ha_backend_connstring="$(etcd_endpoints)"
     --cluster_id="${MOONCAKE_CLUSTER_ID:-xllm-mooncake}"
     --enable_oplog=true # without it a new leader knows no object of the old one
+    # A leader that etcd left lives on for up to 15 s: should it take its clients for dead by then, it writes that into the
+    # log the moment etcd is back, and their objects are gone for every later leader (Mooncake's default: 10 s).
+    --client_ttl="${MOONCAKE_CLIENT_TTL_SECONDS:-30}"
     --rpc_address="$MOONCAKE_RPC_ADDRESS"
     --rpc_port="${MOONCAKE_RPC_PORT:-50051}"
     --metrics_host="$MOONCAKE_RPC_ADDRESS"
