@@ -95,9 +95,10 @@ def test_clients_that_leave_before_they_are_scheduled_cost_no_step(model: Path) 
             )
             for n in range(10)
         ]
-        for thread in leaving:
+        leaving[0].start()
+        wait_for(lambda: server.stats()["running"] == 1, every_s=0.01)
+        for thread in leaving[1:]:
             thread.start()
-            time.sleep(0.05)
         for thread in leaving:
             thread.join()
         stats = server.wait_quiet()
