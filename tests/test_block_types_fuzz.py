@@ -219,7 +219,7 @@ class Instance:
     @property
     def _busy(self) -> bool:
         core, scheduler = self.core, self.core.scheduler
-        waits = [*scheduler.sequences, *scheduler.canonical, *core._clears, *core._questions]
+        waits = [*scheduler.sequences, *scheduler.canonical, *core.calls.clears, *core.calls.questions]
         auditing = scheduler.auditor.has_work or scheduler.auditor.comparing
         return bool(waits or auditing or core.manager.busy or any(said.finish is None for said in self.said.values()))
 

@@ -44,7 +44,7 @@ FLOORS = [
         "engine.prefill_role",
         "engine.decode_role",
     ],
-    ["engine.rank_views", "engine.remote_worker", "engine.core"],
+    ["engine.rank_views", "engine.remote_worker", "engine.report", "engine.calls", "engine.core"],
     ["worker"],
     ["api.engine_client", "api.sampling", "api.output", "api.tokenizer", "api.refusal"],
     ["api"],

@@ -250,8 +250,8 @@ def check_at_the_end(world: World) -> None:
         "pairs": write_back._pairs,
         "write-backs": write_back._offloads,
         "being written back": write_back._offloading,
-        "questions": world.core._questions,
-        "clears": world.core._clears,
+        "questions": world.core.calls.questions,
+        "clears": world.core.calls.clears,
         "prompt logprobs": world.scheduler._prompt_logprobs,
     }
     left = {name: table for name, table in tables.items() if table}

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import logging
 import signal
-import statistics
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
 
-from .. import __version__
 from ..block import BlockType
 from ..config import EngineConfig
 from ..errors import EngineDeadError, XllmError
@@ -27,7 +23,6 @@ from ..plans import (
     AddRequest,
     BlocksCompared,
     Call,
-    CallResult,
     ForwardOutput,
     OffloadCopied,
     OffloadStored,
@@ -36,7 +31,6 @@ from ..plans import (
     PullDone,
     StepOutputs,
     TransferAck,
-    TypeSizes,
     WorkerCall,
     WorkerReady,
     WorkerResult,
@@ -45,38 +39,29 @@ from ..wire import Channel, Deadline, HasSocket
 from .audit import Auditor
 from .block_manager import HierarchyBlockManagerPool
 from .cache_journal import CacheJournal
+from .calls import EngineCalls
 from .decode_role import DecodeRole
 from .kv_publisher import KvPublisher
 from .peer_links import PeerLinks
 from .prefill_role import PrefillRole
-from .rank_views import common_sizes, drafting_of, merge_worker_stats, pd_facts, store_keys, worst_state
+from .rank_views import common_sizes, drafting_of, pd_facts
 from .remote_worker import POLL_S, RemoteWorkers
+from .report import EngineReport
 from .restore_policy import RestorePolicy
-from .scheduler import RECENT, Scheduler, Step
+from .scheduler import Scheduler, Step
 from .store_reads import ReadLimits
 
 log = logging.getLogger("xllm.engine")
 
 IDLE_WAIT_S = 0.2
 STALLED_WAIT_S = 0.02  # work is queued but waits for blocks or a prefetch: look again soon
-CALL_LIMIT_S = 30.0
 AWAY_S = 2.0  # between two looks at the messages: longer than any step of the books, so the process was stopped
 ONE_FAILED_S = 5.0  # after one rank's forward failed: for the others to fail alike, or to be found dead
-SETTLE_LIMIT_S = 5.0  # a clear waits so long for transfers to end before it takes what there is
 
 
 def api_address(run_dir: str) -> str:
     """Where the engine of an instance listens for its one client."""
     return f"ipc://{run_dir}/api"
-
-
-@dataclass(eq=False)
-class _WorkerQuestion:
-    """A WorkerCall on its way round; `done` gets one value per rank, or what there is when the time is over."""
-
-    done: Callable[[dict[int, dict[str, Any]]], None]
-    values: dict[int, dict[str, Any]] = field(default_factory=dict)
-    deadline: Deadline = field(default_factory=lambda: Deadline(CALL_LIMIT_S))
 
 
 class EngineCore:
@@ -98,8 +83,6 @@ class EngineCore:
         self.incarnation = links.incarnation if links is not None else uuid.uuid4().hex
         self.journal = CacheJournal(self.block_size) if config.publishes_events else None
         self.publisher: KvPublisher | None = None
-        self._step_s: deque[float] = deque(maxlen=RECENT)
-        self._store_states: dict[int, str] = {}
         self.manager = HierarchyBlockManagerPool(
             workers,
             block_size=self.block_size,
@@ -137,56 +120,22 @@ class EngineCore:
         elif links is not None:
             self.role = DecodeRole(config, self.scheduler, links, self._refusal)
         self._also: list[HasSocket] = [api] if links is None else [api, links]
-        self.max_model_len = min(first.max_model_len, self.manager.most_tokens)
-        self.vocab_size = first.vocab_size
         self._block_bytes = first.block_bytes
-        # What all ranks hold alike lies on the host once, and counts once.
-        self._tier_bytes = {
-            "device": sum(
-                sizes.num_device_blocks * sizes.block_bytes for answer in ready for sizes in answer.all_types
-            ),
-            "host": sum(int(answer.details.get("host_bytes", 0)) for answer in ready),
-        }
-        self.ready = ready
+        self.report = EngineReport(config, ready, self.scheduler, self.incarnation, links=links, role=self.role)
+        self.calls = EngineCalls(api, workers, self.scheduler, self.report, links=links, role=self.role)
         self._mixed = False
         self._forward_outputs: dict[int, ForwardOutput] = {}
-        self._questions: dict[int, _WorkerQuestion] = {}
-        self._next_question = 0
-        self._clears: list[tuple[Call, Deadline]] = []
-        self._drains: list[Call] = []
-        self._draining = False
         self._stop = False
         self._stalled = False  # the last turn found nothing that can run
-        self._started = self._looked_at = time.monotonic()
+        self._looked_at = time.monotonic()
         self._back_at = float("-inf")
-        self._num_steps = 0
-        self._compute_s = self._wait_s = self._draft_s = self._push_wait_s = 0.0
-        self._worker_stats: dict[str, Any] = {"store_state": first.details.get("store_state", "detached")}
 
     def publish_events(self, context: zmq.Context[Any]) -> None:
         """Tell of the caches to whoever listens from now on. Raises StartupError when a port is taken."""
         assert self.journal is not None
         args = (self.config, self.journal, self.manager.types, self.incarnation)
-        self.publisher = KvPublisher(context, *args, load=self.load)
+        self.publisher = self.report.publisher = KvPublisher(context, *args, load=self.report.load)
         self._also.append(self.publisher)
-
-    def load(self) -> dict[str, Any]:
-        """What a router should know of this engine now: how much there is to do, and the rates measured here, None
-        where nothing was measured (lately)."""
-        scheduler, policy = self.scheduler, self.manager.policy
-        elsewhere = self.role.num_open if isinstance(self.role, DecodeRole) else 0
-        return {
-            "num_open": scheduler.num_open + elsewhere,
-            "num_waiting": len(scheduler.waiting) + len(scheduler.prefetching),
-            "num_running": len(scheduler.running),
-            "backlog_tokens": scheduler.backlog_tokens(),
-            "compute_s": policy.compute.value,
-            "load_s": policy.load.value,
-            "read_s": policy.read.value,
-            "step_s": statistics.median(self._step_s) if self._step_s else None,
-            "ttft_s": statistics.median(scheduler.first_token_s) if scheduler.first_token_s else None,
-            "store_state": worst_state(list(self._store_states.values())),
-        }
 
     # ------------------------------------------------------------------------------------------------ loop
 
@@ -210,7 +159,9 @@ class EngineCore:
             self._run_step(step)
         self.manager.transfer_offload_blocks()
         self._send_outputs()
-        self._settle()
+        self.calls.settle()
+        if self.config.check_invariants and not self.scheduler.has_work:
+            self.manager.check()
         if self.publisher is not None:
             self.publisher.tick()
 
@@ -243,16 +194,10 @@ class EngineCore:
     def _run_step(self, step: Step) -> None:
         self.workers.broadcast(step.plan)
         output = self._await_forward(step.plan.step_id)
-        self._num_steps += 1
-        self._compute_s += output.compute_s
-        self._wait_s += output.wait_s
-        self._draft_s += output.draft_s
-        self._push_wait_s += output.push_wait_s
+        self.report.totals.add(output, decode=bool(step.decode))
         if isinstance(self.role, PrefillRole):
             self.role.pushes_ended(output.failed_pushes, void=output.error is not None)
         if output.error is None:
-            if step.decode:
-                self._step_s.append(output.compute_s)
             prompt_tokens = sum(len(row.token_ids) for row in step.plan.prefill)
             generated = sum(len(row.token_ids) for row in step.plan.decode)
             self.manager.policy.computed(prompt_tokens, generated, output.compute_s)
@@ -324,7 +269,7 @@ class EngineCore:
         for rank, state in self.workers.take_states():
             self._mixed |= bool(state.get("mixed_numerics"))
             if "store_state" in state:
-                self._store_states[rank] = str(state["store_state"])
+                self.report.store_states[rank] = str(state["store_state"])
             self.scheduler.auditor.exact = self._exact and not self._mixed
             self.manager.policy.loaded(rank, state.get("loaded_bytes", 0) / self._block_bytes, state.get("load_s", 0.0))
         while (message := self.api.receive(0)) is not None:
@@ -367,9 +312,7 @@ class EngineCore:
         elif isinstance(answer, BlocksCompared):
             self.scheduler.auditor.on_compared(answer)
         elif isinstance(answer, WorkerResult):
-            question = self._questions.get(answer.call_id)
-            if question is not None:
-                question.values[answer.rank] = answer.value
+            self.calls.on_result(answer)
         else:
             log.warning("a worker sent a %s", type(answer).__name__)
 
@@ -379,7 +322,7 @@ class EngineCore:
         elif isinstance(message, AbortRequest):
             self.scheduler.abort(message.request_id)
         elif isinstance(message, Call):
-            self._on_call(message)
+            self.calls.on_call(message)
         else:
             log.warning("the api sent a %s", type(message).__name__)
 
@@ -394,20 +337,20 @@ class EngineCore:
 
     def _refusal(self, request: AddRequest) -> tuple[str, int] | None:
         """Why a request is not admitted, with its HTTP status; before any prefetch is started."""
-        length, limit = len(request.token_ids), self.max_model_len
-        if self._draining:
+        length, limit = len(request.token_ids), self.report.max_model_len
+        if self.calls.draining:
             return "the instance is shutting down", 503
         if request.request_id in self.scheduler.sequences:
             return f"request id {request.request_id!r} is in use", 400
-        num_open = self.scheduler.num_open + (self.role.num_open if isinstance(self.role, DecodeRole) else 0)
+        num_open = self.scheduler.num_open + self.report.num_elsewhere
         if num_open >= self.config.max_waiting_requests:
             return f"{num_open} requests are open, the limit is {self.config.max_waiting_requests}", 429
         if not length:
             return "the prompt has no token", 400
         if length + request.max_tokens > limit:
             return f"{length} prompt tokens and {request.max_tokens} new ones are above the limit of {limit}", 400
-        if request.token_ids.min() < 0 or request.token_ids.max() >= self.vocab_size:
-            return f"token ids must be from 0 to {self.vocab_size - 1}", 400
+        if request.token_ids.min() < 0 or request.token_ids.max() >= self.report.vocab_size:
+            return f"token ids must be from 0 to {self.report.vocab_size - 1}", 400
         return None
 
     def _send_outputs(self) -> None:
@@ -416,177 +359,6 @@ class EngineCore:
             outputs = self.role.deliver(outputs)
         if outputs:
             self.api.send(StepOutputs(outputs))
-
-    # ------------------------------------------------------------------------------------------------ calls
-
-    def _on_call(self, call: Call) -> None:
-        if call.method == "info":
-            self._answer(call, self.info())
-        elif call.method == "stats":
-            self._ask_workers("stats", lambda values: self._answer_stats(call, values))
-        elif call.method == "clear_cache":
-            tiers = call.args.get("tiers", ["device", "host", "store"])
-            unknown = [tier for tier in tiers if tier not in ("device", "host", "store")]
-            if unknown:
-                self._answer(call, {}, f"no tier {unknown[0]!r}; allowed: device, host, store")
-            else:
-                self._clears.append((call, Deadline(SETTLE_LIMIT_S)))
-        elif call.method in ("attach_store", "detach_store"):
-            self._switch_store(call)
-        elif call.method == "decode_instances":
-            if isinstance(self.role, PrefillRole) and self.links is not None:
-                self.links.ask(call.args["instances"])
-            self._answer(call, {})
-        elif call.method == "drain":
-            self._draining = True
-            self._drains.append(call)
-        else:
-            self._answer(call, {}, f"no method {call.method!r}")
-
-    def _answer(self, call: Call, value: dict[str, Any], error: str | None = None) -> None:
-        self.api.send(CallResult(call.call_id, value, error))
-
-    def _ask_workers(
-        self, method: str, done: Callable[[dict[int, dict[str, Any]]], None], args: dict[str, Any] | None = None
-    ) -> None:
-        self._next_question += 1
-        self._questions[self._next_question] = _WorkerQuestion(done)
-        self.workers.broadcast(WorkerCall(self._next_question, method, args or {}))
-
-    def _settle(self) -> None:
-        """Answer what waits for a state: worker questions, clears, drains; check the books when idle."""
-        for call_id, question in list(self._questions.items()):
-            if len(question.values) == self.workers.num_workers or question.deadline.passed():
-                del self._questions[call_id]
-                question.done(question.values)
-        quiet = not self.manager.busy and not self.scheduler.canonical
-        for call, deadline in list(self._clears):
-            if quiet or deadline.passed():
-                self._clears.remove((call, deadline))
-                self._clear(call)
-        open_elsewhere = self.role.num_open if isinstance(self.role, DecodeRole) else 0
-        if self._drains and not self.scheduler.sequences and quiet and not open_elsewhere:
-            for call in self._drains:
-                self._answer(call, {})
-            self._drains.clear()
-        if self.config.check_invariants and not self.scheduler.has_work:
-            self.manager.check()
-
-    def _clear(self, call: Call) -> None:
-        tiers = call.args.get("tiers", ["device", "host", "store"])
-        cleared = {tier: self.manager.clear(tier) for tier in tiers if tier != "store"}
-        if "store" not in tiers:
-            self._answer(call, {"cleared": cleared})
-            return
-
-        def done(values: dict[int, dict[str, Any]]) -> None:
-            cleared["store"] = sum(value.get("removed", 0) for value in values.values())
-            errors = [value["error"] for value in values.values() if value.get("error")]
-            if len(values) < self.workers.num_workers:
-                errors.append("not every worker has answered: the store may still hold what it held")
-            if not errors and set(tiers) == {"device", "host", "store"}:
-                self.scheduler.auditor.reset()
-                self.scheduler.drafts.forget()
-            self._answer(call, {"cleared": cleared}, errors[0] if errors else None)
-
-        self._ask_workers("clear_store", done)
-
-    def _switch_store(self, call: Call) -> None:
-        """Attach or detach the store on all ranks; the state told is that of the worst one."""
-        attach = call.method == "attach_store"
-        if attach and not self.manager.host.num_blocks:
-            self._answer(call, {}, "this instance has no host tier: start it with --host_blocks_factor above 1")
-            return
-        self.manager.use_store(attach)
-
-        def done(values: dict[int, dict[str, Any]]) -> None:
-            states = [value.get("state", "open") for value in values.values()]
-            states += ["open"] * (self.workers.num_workers - len(values))
-            errors = [value["error"] for value in values.values() if value.get("error")]
-            refused = any(value.get("refused") for value in values.values())
-            self._worker_stats["store_state"] = "detached" if refused else worst_state(states)
-            self._answer(call, {"state": self._worker_stats["store_state"], **({"why": errors[0]} if errors else {})})
-
-        self._ask_workers(call.method, done, call.args)
-
-    def info(self) -> dict[str, Any]:
-        """What a client must know of the instance: names, limits, sizes."""
-        return {
-            "model": self.config.api_model_name,
-            "model_id": self.config.name_space,
-            "version": __version__,
-            "max_model_len": self.max_model_len,
-            "vocab_size": self.vocab_size,
-            "eos_token_ids": self.ready[0].eos_token_ids,
-            "block_size": self.block_size,
-            "num_device_blocks": self.manager.device.num_blocks,
-            "num_host_blocks": self.manager.host.num_blocks,
-            "block_types": {sizes.block_type: self._type_info(sizes) for sizes in common_sizes(self.ready)},
-            "store_state": self._worker_stats.get("store_state", "detached"),
-            "tp_size": self.workers.num_workers,
-            "tier_bytes": self._tier_bytes,
-            "details": self.ready[0].details,
-            "pd_address": self.links.address if self.links is not None else "",
-            "incarnation": self.incarnation,
-            "events": self.publisher.events_address if self.publisher is not None else "",
-            "replay": self.publisher.replay_address if self.publisher is not None else "",
-            "store_keys": store_keys(self.ready),
-            "transfer_endpoints": [answer.endpoint.session for answer in self.ready if answer.endpoint is not None],
-        }
-
-    def _type_info(self, sizes: TypeSizes) -> dict[str, Any]:
-        """Of one BlockType: blocks in each tier, and bytes of one on the device, all ranks together."""
-        ours = [found for answer in self.ready for found in answer.all_types if found.block_type == sizes.block_type]
-        nbytes = sum(found.block_bytes for found in ours)
-        return {
-            "device": sizes.num_device_blocks,
-            "host": sizes.num_host_blocks,
-            "block_bytes": nbytes,
-            "span": sizes.span,
-        }
-
-    def _answer_stats(self, call: Call, values: dict[int, dict[str, Any]]) -> None:
-        if values:
-            self._worker_stats = merge_worker_stats([values[rank] for rank in sorted(values)])
-        scheduler, manager = self.scheduler, self.manager
-        failures = list(self._worker_stats.get("transfer_failures", []))
-        stats = {
-            **self._worker_stats,
-            "transfer_failures": [*failures, ["g2h", "timeout", manager.store_reads.num_timeouts]],
-            "blocks": manager.block_counts(),
-            "tier_bytes": self._tier_bytes,
-            "prefix_tokens": dict(manager.account.tokens),
-            "running": len(scheduler.running),
-            "waiting": len(scheduler.waiting),
-            "prefetching": len(scheduler.prefetching),
-            "canonical": len(scheduler.canonical),
-            "preemptions": scheduler.num_preemptions,
-            "generation_tokens": scheduler.num_generated_tokens,
-            "steps": self._num_steps,
-            "compute_s": self._compute_s,
-            "draft_s": self._draft_s,
-            "load_wait_s": self._wait_s,
-            "failed_loads": manager.loads.num_failed,
-            "restore_decisions": manager.policy.decisions,
-            "audits": scheduler.auditor.results,
-            "drafted": scheduler.drafts.drafted,
-            "accepted": scheduler.drafts.accepted,
-            "draft_steps": scheduler.drafts.steps,
-            "accept_length": scheduler.drafts.accept_length,
-            "accept_alarm": manager.drafting.by_model and scheduler.drafts.alarm,
-            "cache_alarm": scheduler.auditor.alarm,
-            "failed_offloads": manager.write_back.num_failed,
-            "uptime_s": time.monotonic() - self._started,
-        }
-        if self.links is not None and self.role is not None:
-            stats["pd"] = {
-                "role": self.config.instance_role,
-                "address": self.links.address,
-                "peers": self.links.describe(),
-                "push_wait_s": self._push_wait_s,
-                **self.role.stats(),
-            }
-        self._answer(call, stats)
 
 
 def _new_links(context: zmq.Context[Any], config: EngineConfig, ready: list[WorkerReady]) -> PeerLinks | None:
@@ -622,7 +394,7 @@ def run_engine(config: EngineConfig, run_dir: str, ready: Callable[[dict[str, An
             core.publish_events(context)
         if stopped:
             return 0
-        ready(core.info())
+        ready(core.report.info())
         core.run()
         return 0
     except XllmError as error:
