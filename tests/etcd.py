@@ -16,6 +16,7 @@ import pytest
 from serving import wait_for
 
 from xllm_hier.embedded_store import die_with_parent, free_ports
+from xllm_hier.registry import Etcd
 
 needs_etcd = pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed (apt: etcd-server)")
 
@@ -62,12 +63,16 @@ class EtcdServer:
     def stop(self, number: int = signal.SIGKILL) -> None:
         if self.process is not None:
             self.process.send_signal(number)
-            self.process.wait(20)
+            self.process.wait(60)
             self.process = None
+
+    def client(self, name_space: str = "") -> Etcd:
+        """For tests that read and write themselves; it waits for longer than processes do."""
+        return Etcd(self.address, name_space, timeout_s=30.0)
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """One call of the JSON gateway, for what tests do by hand."""
-        answer = httpx.post(f"http://{self.address}/v3/{path}", json=body, timeout=5.0)
+        answer = httpx.post(f"http://{self.address}/v3/{path}", json=body, timeout=60.0)
         answer.raise_for_status()
         return dict(answer.json())
 

@@ -18,7 +18,7 @@ from xllm_hier.embedded_store import binary, die_with_parent, free_ports
 
 CLUSTER_ID = "xllm-test"
 CLIENT_TTL_S = 30  # as in scripts/kvcache_store
-START_S = 40.0
+START_S = 90.0
 
 
 def spawn(command: list[str], log: Path, **environ: str) -> subprocess.Popen[bytes]:
@@ -66,7 +66,7 @@ class Master:
     def kill(self) -> None:
         if self.process is not None:
             self.process.kill()
-            self.process.wait(20)
+            self.process.wait(60)
             self.process = None
 
 
@@ -173,7 +173,7 @@ class HaStore:
             master.kill()
         for client in self.clients:
             client.kill()
-            client.wait(20)
+            client.wait(60)
 
 
 @contextlib.contextmanager

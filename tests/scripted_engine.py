@@ -150,7 +150,7 @@ class ScriptedEngine:
         answer = {"info": self.info, "stats": self.stats}.get(call.method, {"done": call.args})
         socket.send(pack(CallResult(call.call_id, answer, self.refuse_calls or None)))
 
-    def wait_for(self, condition: Callable[[], bool], what: str, limit_s: float = 5.0) -> None:
+    def wait_for(self, condition: Callable[[], bool], what: str, limit_s: float = 30.0) -> None:
         """Wait until `condition` holds. Raises TimeoutError after `limit_s` seconds."""
         end = time.monotonic() + limit_s
         while not condition():
@@ -161,7 +161,7 @@ class ScriptedEngine:
     def die(self) -> None:
         """Close the socket without a word."""
         self._end.set()
-        self._thread.join(5)
+        self._thread.join(30)
 
     def __enter__(self) -> ScriptedEngine:
         return self
@@ -214,7 +214,7 @@ class RunningApi:
         self._port = 0
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(config)), name="api")
         self._thread.start()
-        if not self._ready.wait(20):
+        if not self._ready.wait(60):
             raise TimeoutError("the API did not come up")
 
     async def _serve(self, config: EngineConfig) -> None:
@@ -234,7 +234,7 @@ class RunningApi:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
 
-    def wait(self, limit_s: float = 10.0) -> int | None:
+    def wait(self, limit_s: float = 60.0) -> int | None:
         """The exit code, once the API has ended."""
         self._thread.join(limit_s)
         return self.exit_code

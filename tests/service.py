@@ -64,17 +64,17 @@ class Service:
         return Answer.of(got.choices[0].model_dump(), got.usage.model_dump())
 
     def health(self) -> dict[str, Any]:
-        return dict(httpx.get(f"{self.url}/health", timeout=10).json())
+        return dict(httpx.get(f"{self.url}/health", timeout=60).json())
 
     def instances(self) -> dict[str, dict[str, Any]]:
-        return {one["name"]: one for one in httpx.get(f"{self.url}/instances", timeout=10).json()["instances"]}
+        return {one["name"]: one for one in httpx.get(f"{self.url}/instances", timeout=60).json()["instances"]}
 
     def stores(self) -> dict[str, dict[str, Any]]:
-        return dict(httpx.get(f"{self.url}/instances", timeout=10).json()["stores"])
+        return dict(httpx.get(f"{self.url}/instances", timeout=60).json()["stores"])
 
     def metric(self, name: str) -> float:
         """The sum of all lines of one metric."""
-        lines = httpx.get(f"{self.url}/metrics", timeout=10).text.splitlines()
+        lines = httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if re.match(rf"{name}[ {{]", line))
 
     def wait_known(self, *servers: Server) -> None:

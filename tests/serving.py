@@ -22,8 +22,8 @@ from openai import OpenAI
 
 from xllm_hier.embedded_store import EmbeddedStore
 
-START_S = 120.0
-QUIET_S = 30.0
+START_S = 240.0
+QUIET_S = 60.0
 
 
 def wait_for(what: Callable[[], Any], timeout_s: float = QUIET_S, every_s: float = 0.05) -> Any:
@@ -43,7 +43,7 @@ def runs(pid: int) -> bool:
         return False
 
 
-def wait_gone(processes: Iterable[psutil.Process], timeout_s: float = 5.0) -> None:
+def wait_gone(processes: Iterable[psutil.Process], timeout_s: float = 30.0) -> None:
     """Until none of them runs: multiprocessing's resource tracker ends a moment after the last who used it."""
     wait_for(lambda: not [process for process in processes if runs(process.pid)], timeout_s)
 
@@ -134,7 +134,17 @@ class Server:
             open_now = stats["running"] + stats["waiting"] + stats["prefetching"] + stats["canonical"]
             return None if pinned or open_now else stats
 
-        return dict(wait_for(quiet))
+        wait_for(quiet)
+        return self.stats()  # workers say theirs before the engine does: what ended between lacks in the first ones
+
+    def kill(self) -> None:
+        """SIGKILL to all of its processes at once; returns when there are none, and their ports are free."""
+        everybody = [psutil.Process(self.process.pid), *self.children]
+        for process in everybody:
+            with contextlib.suppress(psutil.NoSuchProcess):  # they die with their parent
+                process.kill()
+        self.process.wait(60)
+        wait_gone(everybody)
 
     def _close(self) -> None:
         if self.process.stdout is not None:

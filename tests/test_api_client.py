@@ -29,13 +29,13 @@ def client(engine, tmp_path):
     make_tokenizer(tmp_path)
     with (
         RunningApi(engine, tmp_path) as api,
-        openai.OpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0, timeout=10) as client,
+        openai.OpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0, timeout=60) as client,
     ):
         yield client
 
 
 def run(work):
-    return asyncio.run(asyncio.wait_for(work, 10))
+    return asyncio.run(asyncio.wait_for(work, 60))
 
 
 def request(name="r", max_tokens=8):
@@ -47,7 +47,7 @@ def request(name="r", max_tokens=8):
 
 def test_outputs_come_in_order_and_end_with_the_finish_reason(engine):
     async def work():
-        async with await EngineClient.connect(engine.address, 5) as client:
+        async with await EngineClient.connect(engine.address, 30) as client:
             assert client.info["model"] == "scripted"
             return [output async for output in client.generate(request())]
 
@@ -64,7 +64,7 @@ def test_requests_side_by_side_get_their_own_outputs(engine):
         return [output.token_ids[0] async for output in client.generate(request(name))]
 
     async def work():
-        async with await EngineClient.connect(engine.address, 5) as client:
+        async with await EngineClient.connect(engine.address, 30) as client:
             return await asyncio.gather(*(one(client, str(i)) for i in range(5)))
 
     assert run(work()) == [[i] * 3 for i in range(5)]
@@ -74,11 +74,11 @@ def test_a_generator_closed_before_its_end_aborts_exactly_once(engine):
     engine.allowance = 1
 
     async def work():
-        async with await EngineClient.connect(engine.address, 5) as client:
+        async with await EngineClient.connect(engine.address, 30) as client:
             async with aclosing(client.generate(request("gone"))) as outputs:
                 await anext(outputs)
             assert client.num_open == 0
-            await client.call("stats", 5)  # answered after the abort was read
+            await client.call("stats", 30)  # answered after the abort was read
 
     run(work())
     assert engine.aborted == ["gone"]
@@ -92,12 +92,12 @@ def test_a_cancelled_task_aborts_exactly_once(engine):
             pass
 
     async def work():
-        async with await EngineClient.connect(engine.address, 5) as client:
+        async with await EngineClient.connect(engine.address, 30) as client:
             task = asyncio.create_task(drink(client))
             await asyncio.sleep(0.05)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            await client.call("stats", 5)
+            await client.call("stats", 30)
 
     run(work())
     assert engine.aborted == ["cancelled"]
@@ -105,22 +105,22 @@ def test_a_cancelled_task_aborts_exactly_once(engine):
 
 def test_a_refused_call_is_a_request_error(engine):
     async def work():
-        async with await EngineClient.connect(engine.address, 5) as client:
+        async with await EngineClient.connect(engine.address, 30) as client:
             engine.refuse_calls = "not now"
             with pytest.raises(RequestError, match="not now"):
-                await client.call("drain", 5)
+                await client.call("drain", 30)
 
     run(work())
 
 
 def test_a_call_without_an_answer_ends_at_its_limit(engine):
     async def work():
-        async with await EngineClient.connect(engine.address, 5) as client:
+        async with await EngineClient.connect(engine.address, 30) as client:
             engine.mute = True
             with pytest.raises(TimeoutError):
                 await client.call("stats", 0.1)
             engine.mute = False
-            assert await client.call("clear_cache", 5, tiers=["host"]) == {"done": {"tiers": ["host"]}}
+            assert await client.call("clear_cache", 30, tiers=["host"]) == {"done": {"tiers": ["host"]}}
 
     run(work())
 
@@ -134,7 +134,7 @@ def test_the_engines_end_fails_what_is_open_soon_and_what_comes_at_once(engine):
     engine.allowance = 1
 
     async def work():
-        async with await EngineClient.connect(engine.address, 5) as client:
+        async with await EngineClient.connect(engine.address, 30) as client:
             outputs = client.generate(request())
             first = await anext(outputs)
             engine.mute = True
@@ -325,19 +325,21 @@ def test_llm_keeps_to_the_engines_limit_of_open_requests_in_all_its_calls_togeth
     engine.allowance = 0
     answers = []
     with start_llm(max_waiting_requests=2) as llm:
+        both = threading.Barrier(2)
 
         def generate(first):
+            both.wait(30)
             answers.append(llm.generate([[first + i] for i in range(6)], use_tqdm=False))
 
         calls = [threading.Thread(target=generate, args=(first,)) for first in (5, 25)]
         for call in calls:
             call.start()
         engine.wait_for(lambda: len(engine.added) >= 2, "requests")
-        time.sleep(0.1)
+        time.sleep(0.3)
         open_at_once = len(engine.added)
         engine.allowance = float("inf")
         for call in calls:
-            call.join(10)
+            call.join(60)
     assert open_at_once == 2
     assert [len(answer) for answer in answers] == [6, 6]
     firsts = [int(item.token_ids[0]) for item in engine.added]
@@ -361,11 +363,11 @@ def test_llm_asks_again_when_the_engine_has_no_place(engine, start_llm):
 
 
 def test_llm_does_not_ask_forever(engine, start_llm, monkeypatch):
-    monkeypatch.setattr("xllm_hier.llm._RETRY_S", 0.1)
+    monkeypatch.setattr("xllm_hier.llm._RETRY_S", 0.5)
     engine.script = fail("too many are open", 429)
     with start_llm() as llm, pytest.raises(RequestError, match="too many are open"):
         llm.generate(["a", "b"], use_tqdm=False)
-    assert 4 <= len(engine.added) <= 20
+    assert 4 <= len(engine.added) <= 30
 
 
 def test_answers_do_not_wait_for_the_peers_acknowledgement():

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 from serving import Server, wait_for
 from tiny_models import VOCAB, make
@@ -47,10 +46,15 @@ def on_disk(server: Server) -> tuple[int, int]:
     """Objects that the instance's store has, and those of them on its disk."""
     command = server.child("mooncake_master").cmdline()
     port = next(word.partition("=")[2] for word in command if word.startswith("--metrics_port="))
-    text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=5).text
+    text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60).text
     found = [re.search(rf"^{name} (\d+)", text, re.MULTILINE) for name in ("master_key_count", "file_cache_nums_")]
     assert found[0] and found[1]
     return int(found[0][1]), int(found[1][1])
+
+
+def buckets(folder: Path) -> list[Path]:
+    """Files of a store's folder, one for each object."""
+    return sorted(folder.rglob("*.bucket"))
 
 
 def fill(server: Server) -> list[Any]:
@@ -67,9 +71,10 @@ def test_what_was_written_just_before_an_orderly_stop_comes_from_the_store_after
     with serve(model, folder) as server:
         expected = fill(server)
         assert server.stop() == 0
-    assert len(list(folder.glob("**/*.bucket"))) >= 3 * (LENGTH // 16)
+    num_objects = len(buckets(folder))
+    assert num_objects >= 3 * (LENGTH // 16)
     with serve(model, folder) as server:
-        wait_for(lambda: on_disk(server)[1] >= 3 * (LENGTH // 16), 10)
+        wait_for(lambda: on_disk(server)[1] >= num_objects)
         answers = [server.ask(prompt) for prompt in prompts()]
         assert [answer.bits for answer in answers] == expected
         assert [answer.cached for answer in answers] == [(0, 0, LENGTH // 16 * 16)] * 3
@@ -81,15 +86,11 @@ def test_what_was_written_just_before_an_orderly_stop_comes_from_the_store_after
 def test_after_sigkill_of_everything_what_had_reached_the_disk_is_there(model: Path, tmp_path: Path) -> None:
     with serve(model, tmp_path) as server:
         expected = fill(server)
-        wait_for(lambda: len(set(on_disk(server))) == 1, 10)  # a heartbeat of one second
-        processes = [psutil.Process(server.process.pid), *server.children]
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        server.process.wait(20)
-        assert not psutil.wait_procs(processes, timeout=20)[1]
+        wait_for(lambda: len(set(on_disk(server))) == 1)  # a heartbeat of one second
+        server.kill()
+    num_objects = len(buckets(tmp_path))
     with serve(model, tmp_path) as server:
-        wait_for(lambda: on_disk(server)[1] >= 3 * (LENGTH // 16), 10)
+        wait_for(lambda: on_disk(server)[1] >= num_objects)
         answers = [server.ask(prompt) for prompt in prompts()]
         assert [answer.bits for answer in answers] == expected
         assert [answer.tiers["store"] for answer in answers] == [LENGTH // 16 * 16] * 3
@@ -98,7 +99,7 @@ def test_after_sigkill_of_everything_what_had_reached_the_disk_is_there(model: P
 def test_damaged_files_are_misses_and_never_a_wrong_token(model: Path, tmp_path: Path) -> None:
     with serve(model, tmp_path) as server:
         expected = fill(server)
-    files = sorted(tmp_path.glob("**/*.bucket"))
+    files = buckets(tmp_path)
     blocks = [file for file in files if file.stat().st_size > 1000]
     mark = next(file for file in files if b"xllm-identity" in file.read_bytes()[:200])
     dice = random.Random(3)
@@ -111,7 +112,7 @@ def test_damaged_files_are_misses_and_never_a_wrong_token(model: Path, tmp_path:
         os.truncate(file, file.stat().st_size // 2)
     with serve(model, tmp_path) as server:
         assert server.health()["store"] == "attached", "a mark that cannot be read keeps nobody out for good"
-        wait_for(lambda: on_disk(server)[1] >= 2 * (LENGTH // 16), 10)
+        wait_for(lambda: on_disk(server)[1] >= len(files) - 2)
         answers = [server.ask(prompt) for prompt in prompts()]
         assert [answer.bits for answer in answers] == expected
         assert [answer.tiers["store"] for answer in answers] == [0, 0, 0]
@@ -165,7 +166,11 @@ def test_the_disk_holds_no_more_than_it_is_given_and_what_stays_is_readable(tmp_
     disk = Disk(str(tmp_path / "disk"), 16 * MIB)
 
     def used() -> int:
-        return sum(file.stat().st_size for file in Path(disk.folder).rglob("*") if file.is_file())
+        total = 0
+        for file in Path(disk.folder).rglob("*"):
+            with contextlib.suppress(FileNotFoundError):  # the store has made room meanwhile
+                total += file.stat().st_size if file.is_file() else 0
+        return total
 
     with running(tmp_path / "first", disk) as store:
         writer = Writer(store)
@@ -175,9 +180,10 @@ def test_the_disk_holds_no_more_than_it_is_given_and_what_stays_is_readable(tmp_
         wait_for(lambda: writer.good(39))
         writer.close()
     assert 12 * MIB < used() <= 16 * MIB
+    num_objects = len(buckets(Path(disk.folder)))
     with running(tmp_path / "second", disk) as store:
         writer = Writer(store)
-        wait_for(lambda: store.objects()[1] >= 12, 10)
+        wait_for(lambda: store.objects()[1] >= max(12, num_objects))
         assert sum(writer.good(number) for number in range(40)) == store.objects()[1]
         writer.close()
 
@@ -191,7 +197,7 @@ def test_a_stop_waits_for_the_disk_to_have_what_the_memory_has(tmp_path: Path) -
             time.sleep(0.05)  # over more than one heartbeat, so that none sees all
         store.stop()
         writer.close()
-    assert len(list(Path(disk.folder).glob("**/*.bucket"))) == 24
+    assert len(buckets(Path(disk.folder))) == 24
 
 
 @pytest.mark.parametrize("victim", ["master", "client"])
@@ -199,11 +205,11 @@ def test_a_store_process_that_dies_alone_finds_the_objects_on_the_disk_again(tmp
     with running(tmp_path / "run", Disk(str(tmp_path / "disk"))) as store:
         writer = Writer(store)
         assert [writer.put(number) for number in range(10)] == [0] * 10
-        wait_for(lambda: store.objects() == (10, 10), 10)
+        wait_for(lambda: store.objects() == (10, 10))
         os.kill(store.pids[victim], signal.SIGKILL)
-        wait_for(lambda: store.restart_dead(), 10)
-        wait_for(lambda: all(writer.good(number) for number in range(10)), 20, 0.5)
-        wait_for(lambda: store.objects() == (10, 10), 10)
+        wait_for(lambda: store.restart_dead())
+        wait_for(lambda: all(writer.good(number) for number in range(10)), 60, 0.5)
+        wait_for(lambda: store.objects() == (10, 10))
         writer.close()
 
 

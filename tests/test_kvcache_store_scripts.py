@@ -75,7 +75,7 @@ def test_master_and_client_start_serve_an_instance_and_stop(environ: dict[str, s
     assert run(MASTER, "status", environ=environ).returncode == 3
     master = subprocess.Popen(["bash", str(MASTER), "start"], env=environ)
     assert run(CLIENT, "start", environ=environ).returncode == 0, "it outlasts the leader's warm-up"
-    assert master.wait(60) == 0
+    assert master.wait(120) == 0
     for script, name in ((MASTER, "mooncake_master"), (CLIENT, "mooncake_client")):
         told = run(script, "status", environ=environ)
         assert told.returncode == 0 and f"running as {pid_of(environ, name)}" in told.stderr
@@ -101,7 +101,7 @@ def test_master_and_client_start_serve_an_instance_and_stop(environ: dict[str, s
         model = make(tmp_path / f"model{len(client_address)}" / "tiny", "llama")
         more = ["--block_size=16", "--max_cache_size=4MB"]
         with Server(model, *more, *flags, environ={"MC_STORE_CLUSTER_ID": cluster}) as server:
-            assert server.health()["store"] == "attached"
+            wait_for(lambda: server.health()["store"] == "attached")
             first = server.ask(list(range(3, 103)))
             server.wait_quiet()
             server.clear("device", "host")
@@ -125,7 +125,7 @@ def test_run_stays_in_the_foreground_and_a_signal_ends_the_program_itself(
         assert process.poll() is None
     finally:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) is not None
+        assert process.wait(60) is not None
 
 
 @needs_etcd

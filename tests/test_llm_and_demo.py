@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from serving import Server, wait_for
+from serving import Server, runs, wait_for
 from tiny_models import VOCAB, make
 
 from xllm_hier import LLM, SamplingParams
@@ -159,19 +159,19 @@ def test_a_bad_setting_is_named_before_any_process_starts(tiny: Path, setting: s
     with pytest.raises(ConfigError) as refused:
         LLM(tiny, **{setting: value})
     assert refused.value.name == setting
-    assert psutil.Process().children(recursive=True) == before
+    assert set(psutil.Process().children(recursive=True)) <= set(before)
 
 
 def test_close_ends_every_process_and_a_closed_llm_says_so(tiny: Path) -> None:
     before = set(psutil.Process().children(recursive=True))
     llm = LLM(tiny, block_size=BLOCK, max_cache_size=8 << 20, startup_timeout_s=120, log_level="warning")
-    names = sorted(process.name() for process in set(psutil.Process().children(recursive=True)) - before)
-    assert {"xllm-engine", "xllm-worker-0"} <= set(names)
+    made = set(psutil.Process().children(recursive=True)) - before
+    ours = [process for process in made if process.name().startswith(("xllm", "mooncake"))]
+    assert {"xllm-engine", "xllm-worker-0"} <= {process.name() for process in ours}
     llm.generate([prompt_of(6, 20)], GREEDY, use_tqdm=False)
     llm.close()
     llm.close()
-    left = set(psutil.Process().children(recursive=True)) - before
-    assert [process.name() for process in left if process.name().startswith(("xllm", "mooncake"))] == []
+    assert not [process for process in ours if runs(process.pid)]
     with pytest.raises(RequestError, match="closed"):
         llm.stats()
 
@@ -294,7 +294,7 @@ def test_metrics_agree_with_what_requests_were_told(demo: Server) -> None:
         after = samples(demo)
         return {name: after[name] - before.get(name, 0) for name in expected} == expected
 
-    wait_for(told, 10, 0.3)
+    wait_for(told, every_s=0.3)
     now = samples(demo)
     assert now["xllm_store_state", "attached"] == 1 and now["xllm_requests_running", ""] == 0
     assert now["vllm:num_requests_waiting", ""] == 0 and now["xllm_transfer_bytes_total", "d2h"] > 0
@@ -306,6 +306,6 @@ def test_metrics_agree_with_what_requests_were_told(demo: Server) -> None:
 def test_the_device_checks_pass_on_the_cpu() -> None:
     command = [sys.executable, "scripts/gpu_check.py", "--device", "cpu"]
     environment = {"GOMP_SPINCOUNT": "2000", **os.environ}  # as workers have it: beside busy processes spins cost most
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(" ok\n") == 14 and "FAILED" not in done.stdout and "skipped" not in done.stdout

@@ -182,15 +182,15 @@ def test_many_threads_and_two_copiers_at_once_lose_nothing(world: World, rng: np
 def test_a_stalled_copy_blocks_exactly_at_the_first_group_that_is_not_there(
     cpu: World, rng: np.random.Generator
 ) -> None:
-    domain = Domain(cpu, cpu.copier(bytes_per_second=20_000), rng, layers=4, piece=1000)
-    device_ids, host_ids = domain.ids(rng, 4)  # 4,000 bytes a layer: 0.2 s
+    domain = Domain(cpu, cpu.copier(bytes_per_second=8_000), rng, layers=4, piece=1000)
+    device_ids, host_ids = domain.ids(rng, 4)  # 4,000 bytes a layer: 0.5 s
     start = time.perf_counter()
     transfer = domain.submit("load", device_ids, host_ids, [(0, 1), (1, 2), (2, 3), (3, 4)])
     for group in range(4):
         assert not transfer.done(group)
         transfer.wait_group(group, 30)
-        assert time.perf_counter() - start > 0.19 * (group + 1)
-    assert time.perf_counter() - start < 5
+        assert time.perf_counter() - start > 0.48 * (group + 1)
+    assert time.perf_counter() - start < 20
 
 
 def test_a_wait_ends_at_its_limit_and_the_transfer_goes_on(world: World, rng: np.random.Generator) -> None:
@@ -204,7 +204,7 @@ def test_a_wait_ends_at_its_limit_and_the_transfer_goes_on(world: World, rng: np
     with pytest.raises(TransferTimeout, match=r"layer group 0 did not come within 0\.15 s") as caught:
         transfer.wait_group(0, 0.15)
     assert isinstance(caught.value, TimeoutError) and isinstance(caught.value, NativeError)
-    assert 0.15 <= time.perf_counter() - start < 2
+    assert 0.15 <= time.perf_counter() - start < 20
     with pytest.raises(TransferTimeout):
         transfer.wait_all(0)
     assert not transfer.done(0) and not transfer.ended and transfer.error is None
@@ -238,11 +238,11 @@ def test_ctrl_c_ends_a_wait_at_once(world: World, rng: np.random.Generator) -> N
     timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in the background may ignore it
     try:
-        timer.start()
         start = time.perf_counter()
         with pytest.raises(KeyboardInterrupt):
+            timer.start()
             transfer.wait_all(60)
-        assert time.perf_counter() - start < 5
+        assert time.perf_counter() - start < 30
         timer.join()
     finally:
         signal.signal(signal.SIGINT, before)
@@ -254,7 +254,7 @@ def test_loads_go_before_offloads(cpu: World, rng: np.random.Generator) -> None:
     cpu.stall(domain.copier)
     offloads = [domain.submit("offload", *domain.ids(rng, 20)) for _ in range(3)]
     load = domain.submit("load", *domain.ids(rng, 1))
-    domain.copier.bytes_per_second = 5e7  # 0.1 s for each offload
+    domain.copier.bytes_per_second = 1e7  # 0.5 s for each offload
     load.wait_all(30)
     assert not offloads[-1].ended
     for transfer in offloads:
@@ -281,8 +281,8 @@ def test_the_first_error_is_told_to_every_wait_and_the_copier_works_on(world: Wo
 
 
 def test_cancel_stops_what_has_not_started_and_ends_the_waits(cpu: World, rng: np.random.Generator) -> None:
-    domain = Domain(cpu, cpu.copier(bytes_per_second=20_000), rng, layers=5)
-    device_ids, host_ids = domain.ids(rng, 2)  # 0.1 s a layer
+    domain = Domain(cpu, cpu.copier(bytes_per_second=4_000), rng, layers=5)
+    device_ids, host_ids = domain.ids(rng, 2)  # 0.5 s a layer
     transfer = domain.submit("load", device_ids, host_ids, [(row, row + 1) for row in range(5)])
     transfer.wait_group(0, 30)
     transfer.cancel()
@@ -314,11 +314,13 @@ def test_a_dropped_transfer_keeps_its_memory_until_the_last_copy_has_ended(
     parts = [(domain.table, *domain.ids(rng, 5))]
     transfer = domain.copier.submit("load", parts, [(0, 5)], owners=owner)
     del owner
-    time.sleep(0.05)
+    end = time.monotonic() + 30
+    while world.device is not None and not any(world.device.calls().values()) and time.monotonic() < end:
+        time.sleep(0.005)  # until its first copy is under way
     assert gone() is not None
     release = threading.Timer(0.2, world.stall, (domain.copier, False))
-    release.start()
     start = time.perf_counter()
+    release.start()
     del transfer
     assert gone() is None
     if world.device is not None:  # the group was under way and could not be recalled
@@ -543,4 +545,7 @@ def test_copiers_come_and_go_without_a_trace(world: World, rng: np.random.Genera
         gone = weakref.ref(domain.owners[0])
         del copier, domain
         assert gone() is None
+    end = time.monotonic() + 30
+    while len(os.listdir("/proc/self/task")) > threads and time.monotonic() < end:
+        time.sleep(0.01)  # a thread that was joined is listed for a moment more
     assert len(os.listdir("/proc/self/task")) <= threads

@@ -321,5 +321,5 @@ print("end")
     environment = {**os.environ, "PYTHONPATH": f"{package}:{Path(__file__).parent}"}
     for name in ("cpu", "cuda-batch", "ascend-batch"):
         command = [sys.executable, "-c", code, name]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
         assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", ""), name

@@ -34,7 +34,7 @@ from xllm_hier.config import EngineConfig
 from xllm_hier.errors import ConfigError
 
 MODES = ["PUSH", "PULL"]
-LONG = 400  # tokens: an answer that takes a second or two
+LONG = 800  # tokens: an answer that takes some seconds
 NUM = 8
 SHORT_WAITS = ["--peer_wait_s=2"]
 
@@ -91,7 +91,7 @@ class Stream:
         self.end()
 
     def end(self) -> list[int]:
-        self._done.result(90)
+        self._done.result(180)
         self._pool.shutdown()
         return self.tokens
 
@@ -123,8 +123,7 @@ def test_a_killed_decode_instance_costs_no_token_while_another_is_there(model: P
         for stream in streams:
             stream.wait_tokens(20)
         victim = wait_for(lambda: generating(decodes))
-        for process in [victim.process, *psutil.Process(victim.process.pid).children(recursive=True)]:
-            process.kill()
+        victim.kill()
         assert [stream.end() for stream in streams] == [list(expected(seed, 90, LONG)[0]) for seed in range(4)]
         assert all(stream.error is None for stream in streams)
         stats = prefill.stats()["pd"]
@@ -164,8 +163,7 @@ def test_when_the_only_one_is_lost_in_mid_answer_the_stream_ends_with_an_error(m
         wait_linked(prefill)
         stream = Stream(prefill, prompt_of(1, 90), LONG)
         stream.wait_tokens(20)
-        for process in [decode.process, *psutil.Process(decode.process.pid).children(recursive=True)]:
-            process.kill()
+        decode.kill()
         tokens = stream.end()
         assert stream.error is not None and "no decode instance" in str(stream.error)
         assert tokens == list(expected(1, 90, LONG)[0][: len(tokens)])
@@ -223,11 +221,11 @@ def test_what_a_lost_prefill_instance_had_at_a_decode_instance_is_free_again(
                 process.suspend()
             wait_for(lambda: not phase_count(decode, "generating"))
             time.sleep(1)
-        for process in everybody:
-            if end == "stop and go on":
+        if end == "stop and go on":
+            for process in everybody:
                 process.resume()
-            else:
-                process.kill()
+        else:
+            prefill.kill()
         for stream in streams:
             stream.end()
         if end == "stop and go on":  # it finds itself given up, and hands everything over anew
@@ -246,8 +244,7 @@ def test_a_prefill_instance_that_starts_again_on_its_address_is_another_one(mode
             assert prefill.ask(prompt_of(30 + turn, 60), 10).bits == expected(30 + turn, 60, 10)
             stream = Stream(prefill, prompt_of(turn, 90), LONG)
             stream.wait_tokens(20)
-            for process in [prefill.process, *prefill.children]:
-                process.kill()
+            prefill.kill()
             stream.end()
             prefill.stop()
             assert wait_for(lambda: not phase_count(decode, "generating"))
@@ -283,8 +280,11 @@ def test_with_little_room_on_both_sides_nothing_changes_but_the_time(model: Path
     with running_pair(model, mode, small, "--host_blocks_factor=4") as (prefill, decode):
         jobs = [(seed, 40 + 7 * seed, 60) for seed in range(12)]
         with concurrent.futures.ThreadPoolExecutor(12) as pool:
-            answers = list(pool.map(lambda job: prefill.ask(prompt_of(job[0], job[1]), job[2]).bits, jobs))
-        assert answers == [expected(*job) for job in jobs]
+            for _ in range(4):  # which requests run side by side is a matter of chance
+                answers = list(pool.map(lambda job: prefill.ask(prompt_of(job[0], job[1]), job[2]).bits, jobs))
+                assert answers == [expected(*job) for job in jobs]
+                if decode.stats()["preemptions"]:
+                    break
         assert decode.stats()["preemptions"] > 0
         wait_at_rest(prefill, decode)
 
@@ -314,6 +314,7 @@ def test_instances_that_do_not_fit_say_what_does_not_and_requests_say_it_too(mod
             (["--kv_cache_transfer_mode=PULL"], other, ["weights: ", "kv_cache_transfer_mode: 'PULL' at prefill"]),
         ):
             with prefill_server(folder, "PUSH", [address_of(decode)], *SHORT_WAITS, *flags) as prefill:
+                wait_for(lambda prefill=prefill: list(prefill.stats()["pd"]["peers"].values()) != ["absent"])
                 with pytest.raises(APIStatusError) as caught:
                     prefill.ask(prompt_of(3, 20), 4)
                 (peer,) = prefill.health()["peers"].values()

@@ -137,7 +137,7 @@ def test_a_failed_forward_writes_nothing_more_and_waits_for_what_is_under_way(
     for layer in range(3, 5):
         forward(layer)
     begun.fail()
-    threading.Timer(0.2, gate.set).start()
+    threading.Timer(1.0, gate.set).start()
     assert begun.finish(LIMIT_S) == [PushFailure(8, "the forward failed", True)]
     assert begun.waited_s > 0.1 and [place for _, place in gated[0].written] == [0, 1]
     assert side.failures() == {("push", "forward"): 1}

@@ -241,7 +241,7 @@ def test_a_killed_peer_fails_at_once_and_for_sure_is_left_alone_and_another_one_
     start = time.monotonic()
     failures = here.push(kv_push(ALL, ALL, 2), kv_push(ALL, ALL, 3, "e"))
     assert [(failure.push_id, failure.certain) for failure in failures] == [(2, True)]
-    assert "d (127.0.0.1:" in failures[0].error and time.monotonic() - start < 4
+    assert "d (127.0.0.1:" in failures[0].error and time.monotonic() - start < 20, "not the 30 s of a call's limit"
     assert torch.equal(torch.stack(here.layers), second.blocks)
     (failure,) = here.push(kv_push([0], [0], 4))
     assert failure.certain and "until it is linked anew" in failure.error
@@ -305,7 +305,7 @@ os._exit(0)
 @pytest.mark.parametrize("port", [26400, 40000])
 def test_an_engine_listens_in_its_ranks_range_or_says_why_it_does_not(port: int) -> None:
     command = [sys.executable, "-c", _OPEN, str(port)]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout.strip()
     if port == 40000:
         assert "--transfer_listen_port=40000 cannot be used" in answer and "32768 to 60999" in answer
     else:

@@ -20,8 +20,8 @@ from xllm_hier.peer_plans import PROTOCOL, Bye, Cancel, Heartbeat, Hello
 from xllm_hier.plans import TransferEndpoint
 
 FACTS = {"model_id": "tiny", "block_size": 16, "tp_size": 1, "kv_cache_transfer_mode": "PUSH"}
-SILENCE_S = 0.6
-WAIT_S = 10.0
+SILENCE_S = 2.0
+WAIT_S = 60.0
 
 
 def is_free(port: int) -> bool:

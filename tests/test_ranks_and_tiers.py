@@ -16,7 +16,7 @@ from tiny_models import make, random_prompt
 
 from xllm_hier.block import BlockLayout, BlockType, CacheLayout, CacheRole, TensorSpec
 from xllm_hier.config import EngineConfig
-from xllm_hier.embedded_store import EmbeddedStore
+from xllm_hier.embedded_store import EmbeddedStore, free_ports
 from xllm_hier.engine.prefetch import PrefetchResult
 from xllm_hier.plans import (
     HIT,
@@ -97,7 +97,7 @@ class Instance:
             host_blocks_factor=2.0,
             store_master_server_address=store.master_address,
             store_client_address="" if direct else store.client_address,
-            store_local_hostname="127.0.0.1:23450",
+            store_local_hostname=f"127.0.0.1:{free_ports(1)[0]}",
         )
         layout = layout_of(replicated)
         self.ranks = [Rank(config, rank, layout, meeting) for rank in range(tp_size)]
@@ -106,7 +106,7 @@ class Instance:
         for build in builds:
             build.start()
         for build in builds:
-            build.join(30)
+            build.join(120)
         assert [rank.transfer.store_state for rank in self.ranks] == ["attached"] * tp_size
 
     def _clear(self) -> None:
@@ -139,7 +139,7 @@ class Instance:
             rank.transfer.load_from_host(TransferBlocks(self.count, [mapping(device, host)]))
         for rank in self.ranks:
             for load in rank.transfer.attach_loads():
-                load.wait_all(20)
+                load.wait_all(60)
                 assert load.error is None
 
     def wipe(self) -> None:
@@ -177,7 +177,7 @@ def meetings(tmp_path: Path) -> Path:
 
 
 def keys(store: EmbeddedStore) -> list[str]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{store._metrics}/get_all_keys", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{store._metrics}/get_all_keys", timeout=60) as answer:
         found = answer.read().decode().split()
     return sorted(key for key in found if key.startswith("xllm-kv-v3"))
 

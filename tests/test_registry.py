@@ -50,7 +50,7 @@ class Members:
 
     def join(self, etcd: EtcdServer, owned: dict[str, bytes], **more: Any) -> Membership:
         name_space = more.pop("name_space", "")
-        membership = Membership(Etcd(etcd.address, name_space, timeout_s=0.5), 2, owned, **more)
+        membership = Membership(Etcd(etcd.address, name_space, timeout_s=5.0), 2, owned, **more)
         membership.start()
         self._stack.callback(membership.stop)
         return membership
@@ -103,64 +103,64 @@ def test_an_entry_under_another_name_or_role_than_its_own_is_none() -> None:
 
 
 def test_a_key_is_there_while_its_owner_is_and_goes_when_it_stops(etcd: EtcdServer, members: Members) -> None:
-    reader = Etcd(etcd.address)
+    reader = etcd.client()
     membership = members.join(etcd, {"XLLM:DEFAULT:a": b"1"})
-    wait_for(lambda: reader.read() == {"XLLM:DEFAULT:a": b"1"}, 5)
+    wait_for(lambda: reader.read() == {"XLLM:DEFAULT:a": b"1"})
     membership.stop()
     assert reader.read() == {}
 
 
 def test_a_key_of_an_owner_that_died_ends_with_its_lease(etcd: EtcdServer) -> None:
-    reader = Etcd(etcd.address)
+    reader = etcd.client()
     reader.put("XLLM:DEFAULT:dead", b"1", reader.grant(2))
     assert "XLLM:DEFAULT:dead" in reader.read()
-    wait_for(lambda: "XLLM:DEFAULT:dead" not in reader.read(), 10)
+    wait_for(lambda: "XLLM:DEFAULT:dead" not in reader.read())
 
 
 def test_a_key_outlives_many_times_its_lease(etcd: EtcdServer, members: Members) -> None:
-    reader, seen = Etcd(etcd.address), []
+    reader, seen = etcd.client(), []
     members.join(etcd, {"XLLM:DEFAULT:b": b"1"}, on_round=lambda m: seen.append("XLLM:DEFAULT:b" in reader.read()))
-    wait_for(lambda: len(seen) >= 10, 20)  # three rounds a lease
+    wait_for(lambda: len(seen) >= 10)  # three rounds a lease
     assert all(seen)
 
 
 def test_a_key_that_somebody_removed_or_changed_is_put_again(etcd: EtcdServer, members: Members) -> None:
-    reader, key = Etcd(etcd.address), "XLLM:DEFAULT:c"
+    reader, key = etcd.client(), "XLLM:DEFAULT:c"
     members.join(etcd, {key: b"1"})
-    wait_for(lambda: reader.read().get(key) == b"1", 5)
+    wait_for(lambda: reader.read().get(key) == b"1")
     reader.delete(key)
-    wait_for(lambda: reader.read().get(key) == b"1", 5)
+    wait_for(lambda: reader.read().get(key) == b"1")
     reader.put(key, b"wrong", reader.grant(60))
-    wait_for(lambda: reader.read().get(key) == b"1", 5)
+    wait_for(lambda: reader.read().get(key) == b"1")
 
 
 def test_a_changed_value_replaces_the_old_one(etcd: EtcdServer, members: Members) -> None:
-    reader = Etcd(etcd.address)
+    reader = etcd.client()
     membership = members.join(etcd, {"XLLM:DEFAULT:d": b"1"})
-    wait_for(lambda: reader.read().get("XLLM:DEFAULT:d") == b"1", 5)
+    wait_for(lambda: reader.read().get("XLLM:DEFAULT:d") == b"1")
     membership.replace({"XLLM:DEFAULT:d": b"2"})
-    wait_for(lambda: reader.read().get("XLLM:DEFAULT:d") == b"2", 5)
+    wait_for(lambda: reader.read().get("XLLM:DEFAULT:d") == b"2")
 
 
 def test_one_of_several_is_the_master_and_another_one_when_it_goes(etcd: EtcdServer, members: Members) -> None:
     all_of_them = [members.join(etcd, {}, contested={MASTER: f"{number}".encode()}) for number in range(3)]
-    wait_for(lambda: all(one.found for one in all_of_them), 5)
+    wait_for(lambda: all(one.found and not one.why for one in all_of_them))
     (first,) = [one for one in all_of_them if one.holds(MASTER)]
     for _ in range(4):  # it stays
-        assert Etcd(etcd.address).read()[MASTER] == f"{all_of_them.index(first)}".encode()
+        assert etcd.client().read()[MASTER] == f"{all_of_them.index(first)}".encode()
     first.stop()
     rest = [one for one in all_of_them if one is not first]
-    wait_for(lambda: [one.holds(MASTER) for one in rest].count(True) == 1, 5)
+    wait_for(lambda: [one.holds(MASTER) for one in rest].count(True) == 1)
 
 
 def test_keys_that_a_forerunner_left_do_not_go_with_its_lease(etcd: EtcdServer, members: Members) -> None:
     """A process that was killed and started again at once: same keys, same values, and a lease that still runs."""
-    reader, key = Etcd(etcd.address), "XLLM:DEFAULT:again"
-    old = reader.grant(2)
+    reader, key = etcd.client(), "XLLM:DEFAULT:again"
+    old = reader.grant(4)
     reader.put(key, b"1", old)
     reader.put(MASTER, b"1", old)
     members.join(etcd, {key: b"1"}, contested={MASTER: b"1"})
-    end = time.monotonic() + 4
+    end = time.monotonic() + 6
     while time.monotonic() < end:
         assert {key: b"1", MASTER: b"1"}.items() <= reader.read().items()
         time.sleep(0.05)
@@ -168,16 +168,16 @@ def test_keys_that_a_forerunner_left_do_not_go_with_its_lease(etcd: EtcdServer, 
 
 def test_a_lease_that_somebody_ended_is_replaced(etcd: EtcdServer, members: Members) -> None:
     membership = members.join(etcd, {"XLLM:DEFAULT:k": b"1"})
-    wait_for(lambda: membership.found, 5)
-    reader = Etcd(etcd.address)
+    wait_for(lambda: membership.found)
+    reader = etcd.client()
     reader.revoke(membership._lease)
-    wait_for(lambda: reader.read().get("XLLM:DEFAULT:k") == b"1", 5)
+    wait_for(lambda: reader.read().get("XLLM:DEFAULT:k") == b"1")
 
 
 def test_name_spaces_do_not_see_each_other(etcd: EtcdServer, members: Members) -> None:
     members.join(etcd, {"XLLM:DEFAULT:e": b"1"}, name_space="blue")
-    wait_for(lambda: Etcd(etcd.address, "/blue/").read() == {"XLLM:DEFAULT:e": b"1"}, 5)
-    assert Etcd(etcd.address, "green").read() == {} and "XLLM:DEFAULT:e" not in Etcd(etcd.address).read()
+    wait_for(lambda: etcd.client("/blue/").read() == {"XLLM:DEFAULT:e": b"1"})
+    assert etcd.client("green").read() == {} and "XLLM:DEFAULT:e" not in etcd.client().read()
     raw = etcd.post("kv/range", {"key": base64.b64encode(b"/blue/XLLM:DEFAULT:e").decode()})
     assert len(raw["kvs"]) == 1
 
@@ -185,33 +185,33 @@ def test_name_spaces_do_not_see_each_other(etcd: EtcdServer, members: Members) -
 def test_an_outage_is_survived_what_was_read_stays_and_lost_keys_come_back(tmp_path: Path, members: Members) -> None:
     with running_etcd(tmp_path / "etcd") as server:
         membership = members.join(server, {"XLLM:DEFAULT:f": b"1"}, contested={MASTER: b"m"})
-        wait_for(lambda: membership.found and not membership.why, 5)
+        wait_for(lambda: membership.found and not membership.why)
         server.stop()
-        wait_for(lambda: membership.why, 10)
+        wait_for(lambda: membership.why)
         assert membership.found == {"XLLM:DEFAULT:f": b"1", MASTER: b"m"} and not membership.holds(MASTER)
         server.start()
-        reader = Etcd(server.address)
-        wait_for(lambda: not membership.why and reader.read() == {"XLLM:DEFAULT:f": b"1", MASTER: b"m"}, 10)
+        reader = server.client()
+        wait_for(lambda: not membership.why and reader.read() == {"XLLM:DEFAULT:f": b"1", MASTER: b"m"})
 
 
 def test_an_etcd_that_comes_back_empty_is_filled_again(tmp_path: Path, members: Members) -> None:
     with running_etcd(tmp_path / "one") as server:
         membership = members.join(server, {"XLLM:DEFAULT:g": b"1"})
-        wait_for(lambda: membership.found, 5)
+        wait_for(lambda: membership.found)
         server.stop()
         server._folder = tmp_path / "other"
         server.start()
-        wait_for(lambda: Etcd(server.address).read() == {"XLLM:DEFAULT:g": b"1"}, 10)
+        wait_for(lambda: server.client().read() == {"XLLM:DEFAULT:g": b"1"})
 
 
 def test_it_may_be_started_before_etcd_is(tmp_path: Path, members: Members) -> None:
     with running_etcd(tmp_path / "etcd") as server:
         server.stop()
         membership = members.join(server, {"XLLM:DEFAULT:h": b"1"})
-        wait_for(lambda: "refused" in membership.why, 10)
+        wait_for(lambda: "refused" in membership.why)
         assert membership.found is None
         server.start()
-        wait_for(lambda: membership.found, 10)
+        wait_for(lambda: membership.found)
 
 
 def test_a_listener_with_a_fault_does_not_end_the_registration(etcd: EtcdServer, members: Members) -> None:
@@ -222,17 +222,17 @@ def test_a_listener_with_a_fault_does_not_end_the_registration(etcd: EtcdServer,
         raise KeyError("a fault of the listener")
 
     members.join(etcd, {"XLLM:DEFAULT:i": b"1"}, on_round=faulty)
-    wait_for(lambda: len(rounds) >= 3, 10)
-    assert "XLLM:DEFAULT:i" in Etcd(etcd.address).read()
+    wait_for(lambda: len(rounds) >= 3)
+    assert "XLLM:DEFAULT:i" in etcd.client().read()
 
 
 def test_of_several_endpoints_a_dead_one_costs_one_try(etcd: EtcdServer) -> None:
     (dead,) = free_ports(1)
-    client = Etcd(f"127.0.0.1:{dead};{etcd.address}", timeout_s=0.5)
+    client = Etcd(f"127.0.0.1:{dead};{etcd.address}", timeout_s=10.0)
     client.read()
     assert client._endpoints[0] == etcd.address
     with pytest.raises(RegistryError, match=f"127.0.0.1:{dead}"):
-        Etcd(f"127.0.0.1:{dead}", timeout_s=0.5).read()
+        Etcd(f"127.0.0.1:{dead}", timeout_s=10.0).read()
 
 
 @pytest.mark.parametrize("address", ["", "here", "127.0.0.1", "127.0.0.1:1;", "http://127.0.0.1:2379", "a:b"])
@@ -253,7 +253,7 @@ def _with_users(server: EtcdServer) -> None:
 
 def test_users_of_etcd_are_asked_for_their_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running_etcd(tmp_path / "etcd") as server:
-        before = Etcd(server.address)
+        before = server.client()
         before.read()
         _with_users(server)
         with pytest.raises(RegistryError, match="user name is empty"):
@@ -261,9 +261,9 @@ def test_users_of_etcd_are_asked_for_their_password(tmp_path: Path, monkeypatch:
         monkeypatch.setenv("ETCD_USERNAME", "root")
         monkeypatch.setenv("ETCD_PASSWORD", "wrong")
         with pytest.raises(RegistryError, match="authentication failed"):
-            Etcd(server.address).read()
+            server.client().read()
         monkeypatch.setenv("ETCD_PASSWORD", "secret")
-        client = Etcd(server.address)
+        client = server.client()
         client.put("XLLM:DEFAULT:j", b"1", client.grant(60))
         assert client._client is not None
         client._client.session.headers["Authorization"] = "of.yesterday"  # tokens end when they are not used
@@ -276,15 +276,15 @@ def test_users_of_etcd_are_asked_for_their_password(tmp_path: Path, monkeypatch:
 def test_a_password_for_an_etcd_without_users_does_no_harm(etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ETCD_USERNAME", "root")
     monkeypatch.setenv("ETCD_PASSWORD", "secret")
-    assert isinstance(Etcd(etcd.address).read(), dict)
+    assert isinstance(etcd.client().read(), dict)
 
 
 def test_a_restarted_instance_replaces_its_own_entry(etcd: EtcdServer, members: Members) -> None:
-    reader, old = Etcd(etcd.address), info("10.0.0.3:1")
+    reader, old = etcd.client(), info("10.0.0.3:1")
     reader.put(old.key, old.to_json(), reader.grant(2))  # of a process that was killed a moment ago
     new = dataclasses.replace(old, incarnation_id="b", register_ts_ms=2)
     members.join(etcd, {new.key: new.to_json()})
     reads: Callable[[], Any] = lambda: instances_of(reader.read()).get(new.name)  # noqa: E731
-    wait_for(lambda: reads() == new, 5)
+    wait_for(lambda: reads() == new)
     time.sleep(2.5)  # the old lease has ended
     assert reads() == new

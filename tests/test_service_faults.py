@@ -22,7 +22,7 @@ from serving import Server, wait_for
 from tiny_models import make
 
 from xllm_hier.embedded_store import free_ports
-from xllm_hier.registry import MASTER, Etcd
+from xllm_hier.registry import MASTER
 
 pytestmark = needs_etcd
 SLOW = ["--max_tokens_per_batch=16"]  # a prompt of some length takes many steps: there is time for a death
@@ -59,7 +59,7 @@ class Asked:
     def done(self) -> bool:
         return not self._thread.is_alive()
 
-    def get(self, timeout_s: float = 60.0) -> Any:
+    def get(self, timeout_s: float = 120.0) -> Any:
         self._thread.join(timeout_s)
         assert self.done, "no answer"
         if self.error is not None:
@@ -72,7 +72,7 @@ def serving(service: Service, servers: list[Server]) -> Server:
     names = {name_of(server): server for server in servers}
 
     def found() -> Server | None:
-        opened = httpx.get(f"{service.url}/instances", timeout=10).json()["routing"]["open"]
+        opened = httpx.get(f"{service.url}/instances", timeout=60).json()["routing"]["open"]
         return next((names[name] for name, count in opened.items() if count), None)
 
     return wait_for(found)  # type: ignore[no-any-return]
@@ -88,15 +88,18 @@ def test_a_request_that_has_streamed_nothing_is_answered_elsewhere(
         service = stack.enter_context(Service(etcd))
         service.wait_known(*servers)
         prompt = prompt_of(1, 1500)
-        asked = Asked(lambda: service.ask(prompt, 3))
+        asked = Asked(lambda: service.ask(prompt, 400))  # it is not over before its instance is
         victim = serving(service, servers)
         (other,) = [server for server in servers if server is not victim]
         everybody = [victim.process, *victim.children]
-        for process in everybody:
-            process.send_signal(number)
+        if number == signal.SIGKILL:
+            victim.kill()
+        else:
+            for process in everybody:
+                process.send_signal(number)
         try:
             answer = asked.get()
-            assert answer.bits == other.ask(prompt, 3).bits
+            assert answer.bits == other.ask(prompt, 400).bits
             assert service.metric("xllm_service_retries_total") == 1
             wait_for(lambda: service.instances().get(name_of(victim), {}).get("state") in ("SUSPECT", None))
             assert service.ask(prompt_of(2, 40)).token_ids  # at once, by the other one
@@ -105,7 +108,7 @@ def test_a_request_that_has_streamed_nothing_is_answered_elsewhere(
                 if number == signal.SIGSTOP:
                     process.send_signal(signal.SIGCONT)
         if number == signal.SIGSTOP:
-            wait_for(lambda: service.instances()[name_of(victim)]["state"] == "ACTIVE")
+            wait_for(lambda: service.instances().get(name_of(victim), {}).get("state") == "ACTIVE")
 
 
 def test_an_answer_that_breaks_off_ends_with_an_error_the_client_understands(etcd: EtcdServer, model: Path) -> None:
@@ -119,8 +122,7 @@ def test_an_answer_that_breaks_off_ends_with_an_error_the_client_understands(etc
             for chunk in stream:
                 got.append(chunk)
                 if len(got) == 3:
-                    for process in [server.process, *server.children]:
-                        process.kill()
+                    server.kill()
         assert len(got) >= 3
         wait_for(lambda: service.metric("xllm_service_open_requests") == 0)
 
@@ -175,7 +177,8 @@ def test_requests_go_on_while_etcd_is_away_and_what_is_new_is_found_when_it_is_b
         etcd.start()
         service.wait_known(server, late)
         stranger.wait_known(server, late)
-        assert stranger.ask(prompt_of(5, 30), 2).token_ids and service.health()["status"] == "ok"
+        assert stranger.ask(prompt_of(5, 30), 2).token_ids
+        wait_for(lambda: service.health()["status"] == "ok")
 
 
 def test_when_the_master_dies_another_replica_takes_its_place_and_requests_go_on(etcd: EtcdServer, model: Path) -> None:
@@ -184,26 +187,26 @@ def test_when_the_master_dies_another_replica_takes_its_place_and_requests_go_on
         replicas = [stack.enter_context(Service(etcd)) for _ in range(2)]
         for one in replicas:
             one.wait_known(server)
-        masters = [one for one in replicas if one.health()["role"] == "master"]
-        assert len(masters) == 1
-        (other,) = [one for one in replicas if one is not masters[0]]
-        masters[0].process.kill()
+        wait_for(lambda: [one.health()["role"] for one in replicas].count("master") == 1)
+        (master,) = [one for one in replicas if one.health()["role"] == "master"]
+        (other,) = [one for one in replicas if one is not master]
+        master.process.kill()
         assert other.ask(prompt_of(6, 30)).token_ids
         wait_for(lambda: other.health()["role"] == "master")
-        found = Etcd(etcd.address).read()
+        found = etcd.client().read()
         assert found[MASTER] == f"127.0.0.1:{other.rpc_port}".encode()
-        wait_for(lambda: len([key for key in Etcd(etcd.address).read() if key.startswith("XLLM:SERVICE:1")]) == 1)
+        wait_for(lambda: len([key for key in etcd.client().read() if key.startswith("XLLM:SERVICE:1")]) == 1)
 
 
 def test_a_replica_that_is_told_to_stop_finishes_what_it_has(etcd: EtcdServer, model: Path) -> None:
     with instance(model, etcd) as server, Service(etcd) as service:
         service.wait_known(server)
-        asked = [Asked(lambda n=n: service.ask(prompt_of(n, 30), 200)) for n in range(3)]
-        serving(service, [server])
+        asked = [Asked(lambda n=n: service.ask(prompt_of(n, 30), 600)) for n in range(3)]
+        wait_for(lambda: service.health()["open"] == 3)  # one that comes later is refused
         service.process.terminate()
-        assert [len(one.get().token_ids) for one in asked] == [200] * 3
-        assert service.process.wait(30) == 0
-        assert not [key for key in Etcd(etcd.address).read() if key.startswith("XLLM:SERVICE")]
+        assert [len(one.get().token_ids) for one in asked] == [600] * 3
+        assert service.process.wait(60) == 0
+        assert not [key for key in etcd.client().read() if key.startswith("XLLM:SERVICE")]
 
 
 def test_two_hundred_requests_on_three_instances_that_are_killed_at_random(etcd: EtcdServer, model: Path) -> None:
@@ -241,9 +244,7 @@ def test_two_hundred_requests_on_three_instances_that_are_killed_at_random(etcd:
         for _ in range(3):
             time.sleep(dice.random())
             victim = dice.randrange(3)
-            for process in [servers[victim].process, *servers[victim].children]:
-                process.kill()
-            servers[victim].process.wait()
+            servers[victim].kill()
             servers[victim] = stack.enter_context(instance(model, etcd, port=ports[victim]))
         calm_again.set()
         for one in clients:
@@ -253,4 +254,4 @@ def test_two_hundred_requests_on_three_instances_that_are_killed_at_random(etcd:
         print(outcomes, service.metric("xllm_service_retries_total"))
         service.wait_known(*servers)
         assert service.ask(prompts[0], 6).bits == right[tuple(prompts[0])]
-        assert service.metric("xllm_service_open_requests") == 0
+        wait_for(lambda: service.metric("xllm_service_open_requests") == 0)

@@ -233,9 +233,11 @@ def test_preempted_sequences_answer_with_the_bits_they_would_have_had(model: Mod
     small = [model.small_cache, "--check_invariants"]
     for more in (["--host_blocks_factor=4"], []):
         with model.serve(*small, *more) as server:
-            answers = ask_all(server, prompts, 60)
+            for _ in range(4):  # which requests run side by side is a matter of chance
+                assert [answer.bits for answer in ask_all(server, prompts, 60)] == expected
+                if server.stats()["preemptions"]:
+                    break
             assert server.stats()["preemptions"] > 0
-            assert [answer.bits for answer in answers] == expected
 
 
 def test_salts_keep_tenants_apart_in_every_tier(model: Model, tiered: Server) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import threading
@@ -25,7 +26,7 @@ from xllm_hier.worker.layer_copy import Copier, NativeCopier, Part, TorchCopier,
 from xllm_hier.worker.transfer_stats import TransferStats
 from xllm_hier.worker.worker import LoadWaiter
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 NUM_DEVICE, NUM_HOST = 12, 20
 
 
@@ -278,7 +279,7 @@ def test_a_throttled_native_load_brings_its_groups_one_by_one(worlds: Callable[.
     world = worlds(copier)
     world.offload(range(8), range(8))
     payload = 8 * world.cache.layout.payload_bytes
-    copier._copier.bytes_per_second = payload / 0.7  # the whole load takes 0.7 s
+    copier._copier.bytes_per_second = payload / 2.1  # the whole load takes 2.1 s
     start = time.perf_counter()
     waiter = world.load(range(8), range(8))
     times = []
@@ -286,7 +287,7 @@ def test_a_throttled_native_load_brings_its_groups_one_by_one(worlds: Callable[.
         waiter(layer)
         times.append(time.perf_counter() - start)
     assert times[0] < times[2] < times[4] < times[6]
-    assert times[1] - times[0] < 0.1 and times[6] - times[1] > 0.2, times
+    assert times[1] - times[0] < 0.5 and times[6] - times[1] > 0.6, times
 
 
 def test_a_wait_has_a_limit(worlds: Callable[..., World]) -> None:
@@ -416,11 +417,12 @@ def test_draft_mappings_without_a_draft_domain_are_refused(worlds: Callable[...,
 def test_a_thousand_loads_and_write_backs_leave_no_thread_and_no_descriptor(worlds: Callable[..., World]) -> None:
     world = worlds(native())
     world.offload([0, 1], [0, 1])
+    gc.collect()  # whatever others have left
     threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
     for number in range(1000):
         assert world.load([2, 3], [0, 1], batch_id=number).finish() == []
         if number % 10 == 0:
             world.offload([0, 1], [0, 1], transfer_id=number)
     assert threading.active_count() <= threads + 1
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
     assert world.transfer.attach_loads() == []
