@@ -43,7 +43,7 @@ def runs(pid: int) -> bool:
         return False
 
 
-def wait_gone(processes: Iterable[psutil.Process], timeout_s: float = 30.0) -> None:
+def wait_gone(processes: Iterable[psutil.Process], timeout_s: float = 5.0) -> None:
     """Until none of them runs: multiprocessing's resource tracker ends a moment after the last who used it."""
     wait_for(lambda: not [process for process in processes if runs(process.pid)], timeout_s)
 
@@ -144,7 +144,7 @@ class Server:
             with contextlib.suppress(psutil.NoSuchProcess):  # they die with their parent
                 process.kill()
         self.process.wait(60)
-        wait_gone(everybody)
+        wait_gone(everybody, 30)
 
     def _close(self) -> None:
         if self.process.stdout is not None:

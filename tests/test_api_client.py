@@ -130,7 +130,7 @@ def test_nobody_at_the_address_is_a_startup_error(tmp_path):
         run(EngineClient.connect(f"ipc://{tmp_path}/nobody", 0.2))
 
 
-def test_the_engines_end_fails_what_is_open_soon_and_what_comes_at_once(engine):
+def test_the_engines_end_fails_what_is_open_within_a_second_and_what_comes_at_once(engine):
     engine.allowance = 1
 
     async def work():
@@ -146,7 +146,7 @@ def test_the_engines_end_fails_what_is_open_soon_and_what_comes_at_once(engine):
                 await anext(outputs)
             with pytest.raises(EngineDeadError):
                 await waiting
-            assert time.monotonic() - start < 8, "not the limit of the call"
+            assert time.monotonic() - start < 1
             assert client.dead.is_set()
             with pytest.raises(EngineDeadError):
                 await client.call("stats", 60)
@@ -367,7 +367,7 @@ def test_llm_does_not_ask_forever(engine, start_llm, monkeypatch):
     engine.script = fail("too many are open", 429)
     with start_llm() as llm, pytest.raises(RequestError, match="too many are open"):
         llm.generate(["a", "b"], use_tqdm=False)
-    assert 4 <= len(engine.added) <= 30
+    assert 4 <= len(engine.added) <= 20
 
 
 def test_answers_do_not_wait_for_the_peers_acknowledgement():

@@ -102,8 +102,8 @@ def test_clients_that_leave_before_they_are_scheduled_cost_no_step(model: Path) 
             wait_for(lambda: server.stats()["waiting"] <= 3)  # of the four
             wait_for(lambda: server.stats()["running"] == 1)
         stats = server.wait_quiet()
-        computed = stats["prefix_tokens"]["computed"]  # the other answers find all but the end of their prompt
-        assert 50 <= computed < 100, "those that waited were never computed"
+        computed = stats["prefix_tokens"]["computed"]  # of 50 tokens each other answer finds 48
+        assert 50 <= computed <= 50 + 3 * 2, "those that waited were never computed"
 
 
 def test_a_drain_waits_for_a_hanging_prefetch_no_longer_than_it_may(model: Path, store: EmbeddedStore) -> None:
@@ -158,4 +158,4 @@ def test_half_a_minute_of_random_traffic_and_faults_gives_right_answers_and_leav
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=400, check=False)
     figures = json.loads(done.stdout.strip().splitlines()[-1])
     assert done.returncode == 0 and figures["wrong"] == 0 and not figures["failed"], done.stdout[-3000:]
-    assert figures["asked"]["ask"] > 20
+    assert figures["asked"]["ask"] > 50

@@ -190,7 +190,7 @@ def test_a_stalled_copy_blocks_exactly_at_the_first_group_that_is_not_there(
         assert not transfer.done(group)
         transfer.wait_group(group, 30)
         assert time.perf_counter() - start > 0.48 * (group + 1)
-    assert time.perf_counter() - start < 20
+    assert time.perf_counter() - start < 5
 
 
 def test_a_wait_ends_at_its_limit_and_the_transfer_goes_on(world: World, rng: np.random.Generator) -> None:
@@ -204,7 +204,7 @@ def test_a_wait_ends_at_its_limit_and_the_transfer_goes_on(world: World, rng: np
     with pytest.raises(TransferTimeout, match=r"layer group 0 did not come within 0\.15 s") as caught:
         transfer.wait_group(0, 0.15)
     assert isinstance(caught.value, TimeoutError) and isinstance(caught.value, NativeError)
-    assert 0.15 <= time.perf_counter() - start < 20
+    assert 0.15 <= time.perf_counter() - start < 2
     with pytest.raises(TransferTimeout):
         transfer.wait_all(0)
     assert not transfer.done(0) and not transfer.ended and transfer.error is None
@@ -242,7 +242,7 @@ def test_ctrl_c_ends_a_wait_at_once(world: World, rng: np.random.Generator) -> N
         with pytest.raises(KeyboardInterrupt):
             timer.start()
             transfer.wait_all(60)
-        assert time.perf_counter() - start < 30
+        assert time.perf_counter() - start < 5
         timer.join()
     finally:
         signal.signal(signal.SIGINT, before)

@@ -241,7 +241,7 @@ def test_a_killed_peer_fails_at_once_and_for_sure_is_left_alone_and_another_one_
     start = time.monotonic()
     failures = here.push(kv_push(ALL, ALL, 2), kv_push(ALL, ALL, 3, "e"))
     assert [(failure.push_id, failure.certain) for failure in failures] == [(2, True)]
-    assert "d (127.0.0.1:" in failures[0].error and time.monotonic() - start < 20, "not the 30 s of a call's limit"
+    assert "d (127.0.0.1:" in failures[0].error and time.monotonic() - start < 4, "not the 30 s of a call's limit"
     assert torch.equal(torch.stack(here.layers), second.blocks)
     (failure,) = here.push(kv_push([0], [0], 4))
     assert failure.certain and "until it is linked anew" in failure.error

@@ -93,7 +93,7 @@ def test_sigkill_of_any_process_under_load_leaves_nothing_behind(model: Path, vi
         server.process.kill()
     else:
         server.child(victim).kill()
-    wait_gone(family)
+    wait_gone(family, 15)
     outcomes = load.join()
     if victim in ("worker", "engine"):
         assert any(outcome.startswith("503") for outcome in outcomes), outcomes

@@ -153,12 +153,12 @@ def test_a_request_waits_for_a_hung_store_no_longer_than_a_call_may_take_and_the
             start = time.monotonic()
             hung = server.ask(prompt)
             assert hung.bits == expected and hung.cached == (0, 0, 0)
-            assert time.monotonic() - start < 20, "not the 30 s of the store's own limit"
+            assert time.monotonic() - start < 10, "not the 30 s of the store's own limit"
             assert server.health()["store"] == "open"
             start = time.monotonic()
             for other in prompts()[:3]:
                 server.ask(other, 1)
-            assert time.monotonic() - start < 20
+            assert time.monotonic() - start < 5
         finally:
             os.kill(store.pids["client"], signal.SIGCONT)
         wait_for(lambda: server.health()["store"] == "attached", 90)
@@ -222,7 +222,7 @@ def test_a_store_that_accepts_connections_and_says_nothing_stops_no_forward(
             for _ in range(20):
                 start = time.monotonic()
                 assert server.ask(prompts()[0]).bits == expected
-                assert time.monotonic() - start < 15
+                assert time.monotonic() - start < 4
                 time.sleep(0.3)
         finally:
             for pid in store.pids.values():

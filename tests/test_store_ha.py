@@ -23,7 +23,7 @@ pytestmark = needs_etcd
 
 COMMON = ["--block_size=16", "--max_cache_size=4MB", "--check_invariants"]
 STORED = 144  # of 150 tokens those in full blocks
-BACK_S = 90.0  # failover takes about nine seconds on a quiet machine
+BACK_S = 40.0  # failover takes about nine seconds on a quiet machine
 
 Bits = list[Any]
 
@@ -214,7 +214,7 @@ def test_instances_that_start_before_any_master_come_up_attach_by_themselves_and
         for server in late:
             start = time.monotonic()
             assert server.stop() == 0
-            assert time.monotonic() - start < 20
+            assert time.monotonic() - start < 10
             wait_gone(server.children)
 
 
@@ -228,7 +228,7 @@ def test_an_instance_goes_over_to_another_store_and_back_without_waiting_for_the
             told = direct.admin("PUT", "store", {"store_master_server_address": address})
             assert told["state"] in ("attached", "degraded"), told
             assert direct.ask(KNOWN[2]).bits == cold[2]
-            assert time.monotonic() - start < 20
+            assert time.monotonic() - start < 8
     all_from_the_store(direct, cold)
 
 
@@ -244,7 +244,7 @@ def test_while_the_leader_stands_still_answers_stay_right_and_hits_come_back(
             empty(server)
             start = time.monotonic()
             assert [server.ask(prompt).bits for prompt in KNOWN] == cold[: len(KNOWN)]
-            assert time.monotonic() - start < 25, "one call waits for its limit, and the next ones do not"
+            assert time.monotonic() - start < 15, "one call waits for its limit, and the next ones do not"
     for server in servers:
         all_from_the_store(server, cold)
 

@@ -287,7 +287,7 @@ def test_a_throttled_native_load_brings_its_groups_one_by_one(worlds: Callable[.
         waiter(layer)
         times.append(time.perf_counter() - start)
     assert times[0] < times[2] < times[4] < times[6]
-    assert times[1] - times[0] < 0.5 and times[6] - times[1] > 0.6, times
+    assert times[1] - times[0] < 0.3 and times[6] - times[1] > 0.6, times
 
 
 def test_a_wait_has_a_limit(worlds: Callable[..., World]) -> None:
