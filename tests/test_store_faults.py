@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from serving import Server, running_store, store_flags, wait_for
+from test_processes import prompt_of
 from tiny_models import VOCAB, make
 
 from xllm_hier.embedded_store import EmbeddedStore, free_ports
@@ -155,10 +156,11 @@ def test_a_request_waits_for_a_hung_store_no_longer_than_a_call_may_take_and_the
             assert hung.bits == expected and hung.cached == (0, 0, 0)
             assert time.monotonic() - start < 10, "not the 30 s of the store's own limit"
             assert server.health()["store"] == "open"
-            start = time.monotonic()
-            for other in prompts()[:3]:
-                server.ask(other, 1)
+            start, before = time.monotonic(), tried_in_vain(server)
+            for seed in range(3):  # new ones: what the device has nobody looks for in the store
+                server.ask(prompt_of(seed, 100), 1)
             assert time.monotonic() - start < 5
+            assert tried_in_vain(server) == before, "a later request has tried a store that hangs"
         finally:
             os.kill(store.pids["client"], signal.SIGCONT)
         wait_for(lambda: server.health()["store"] == "attached", 90)
@@ -242,6 +244,11 @@ def counted_at_rest(server: Server) -> dict[str, int] | None:
     """Who paid for prompts, once no request has read what is not counted yet."""
     stats = server.stats()
     return None if stats["waiting"] or stats["prefetching"] else dict(stats["prefix_tokens"])
+
+
+def tried_in_vain(server: Server) -> list[Any]:
+    """Failures of transfers but for those that nobody tried, since the store is known to be away."""
+    return [failure for failure in server.stats()["transfer_failures"] if failure[1] != "open"]
 
 
 def served_by_the_store(server: Server) -> int:
