@@ -12,8 +12,8 @@ import time
 from typing import Any
 
 from xllm_hier import wire
-from xllm_hier.engine.block_manager import HierarchyBlockManagerPool
-from xllm_hier.engine.scheduler import Scheduler
+from xllm_hier.engine.blocks.books import HierarchyBlockManagerPool
+from xllm_hier.engine.steps.scheduler import Scheduler
 from xllm_hier.plans import AddRequest, ForwardOutput, SamplingSpec, ints
 
 from .serving import arguments, show

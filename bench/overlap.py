@@ -29,9 +29,9 @@ def measure(threads: int, repetitions: int, rates: list[float], groups: list[int
     from xllm_hier.config import EngineConfig
     from xllm_hier.host_memory import HostMemory
     from xllm_hier.plans import BlockMapping, Forward, PrefillSequence, SamplingSpec, ints
-    from xllm_hier.worker.cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes
-    from xllm_hier.worker.layer_copy import NativeCopier, layer_groups
-    from xllm_hier.worker.model_runner import ModelRunner
+    from xllm_hier.worker.compute.model_runner import ModelRunner
+    from xllm_hier.worker.tiers.cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes
+    from xllm_hier.worker.tiers.layer_copy import NativeCopier, layer_groups
     from xllm_hier.worker.worker import LoadWaiter
 
     model = str(bench_model(vocab_size=32768))

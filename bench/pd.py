@@ -48,10 +48,10 @@ def worker_half(layer_bytes: int) -> Any:
     import torch
 
     from xllm_hier.block import BlockLayout, BlockType, CacheLayout, CacheRole, TensorSpec
-    from xllm_hier.worker.cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes
-    from xllm_hier.worker.mooncake_client import set_environment
-    from xllm_hier.worker.pd_transfer import PdTransfer
+    from xllm_hier.worker.peers.pd_transfer import PdTransfer
     from xllm_hier.worker.platform import Platform
+    from xllm_hier.worker.store.mooncake_client import set_environment
+    from xllm_hier.worker.tiers.cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes
     from xllm_hier.worker.transfer_stats import KINDS, PD_KINDS, TransferStats
 
     set_environment("error")
@@ -90,7 +90,7 @@ def receiver(layer_bytes: int) -> Iterator[TransferEndpoint]:
 
 def transfer_rates(layer_bytes: int, repetitions: int) -> dict[str, float]:
     """GB/s as a worker pushes, and of bare calls: medians of alternating runs."""
-    from xllm_hier.worker.transfer_engine import TransferEngine
+    from xllm_hier.worker.peers.transfer_engine import TransferEngine
 
     config, device, transfer = worker_half(layer_bytes)
     dice = random.Random(layer_bytes)

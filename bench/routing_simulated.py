@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xllm_hier.engine.block_manager import HierarchyBlockManagerPool
-from xllm_hier.engine.cache_journal import CacheJournal
-from xllm_hier.engine.scheduler import Scheduler, Step
-from xllm_hier.engine.store_reads import ReadLimits
+from xllm_hier.engine.blocks.books import HierarchyBlockManagerPool
+from xllm_hier.engine.blocks.journal import CacheJournal
+from xllm_hier.engine.blocks.store_reads import ReadLimits
+from xllm_hier.engine.steps.scheduler import Scheduler, Step
 from xllm_hier.plans import (
     HIT,
     MISS,

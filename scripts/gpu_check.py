@@ -222,9 +222,9 @@ class Bench:
     def __init__(self, folder: Path, place: Place, block_size: int, num_blocks: int) -> None:
         from xllm_hier.block import BlockType, CacheRole
         from xllm_hier.config import EngineConfig
-        from xllm_hier.worker.cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes
-        from xllm_hier.worker.kv_cache_transfer import HierarchyKVCacheTransfer
-        from xllm_hier.worker.model_runner import ModelRunner
+        from xllm_hier.worker.compute.model_runner import ModelRunner
+        from xllm_hier.worker.tiers.cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes
+        from xllm_hier.worker.tiers.kv_cache_transfer import HierarchyKVCacheTransfer
         from xllm_hier.worker.transfer_stats import TransferStats
 
         sizes = {"block_size": block_size, "host_blocks_factor": 2.0}
@@ -357,8 +357,8 @@ class Caches:
     def __init__(self, place: Place, piece: int, layers: int, blocks: int) -> None:
         from xllm_hier.block import BlockLayout, BlockType, CacheLayout, CacheRole, TensorSpec
         from xllm_hier.host_memory import HostMemory
-        from xllm_hier.worker.cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes
-        from xllm_hier.worker.layer_copy import NativeCopier
+        from xllm_hier.worker.tiers.cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes
+        from xllm_hier.worker.tiers.layer_copy import NativeCopier
 
         tensors = tuple(TensorSpec(role, "bfloat16", (piece // 4,)) for role in ("key", "value"))
         layout = BlockLayout(BlockType.KV, 16, tuple(range(layers)), tensors)
@@ -387,7 +387,7 @@ class Caches:
         return [(self.domain, BlockMapping("KV", ints(device), ints(host), b""))]
 
     def load(self, device: Any, host: Any, groups: int = 1) -> Any:
-        from xllm_hier.worker.layer_copy import layer_groups
+        from xllm_hier.worker.tiers.layer_copy import layer_groups
 
         return self.copier.load(next(self._batches), self.parts(device, host), layer_groups(self.layers, groups))
 
@@ -407,7 +407,7 @@ def caches_of(place: Place, piece: int, layers: int, blocks: int) -> Iterator[Ca
 
 def check_copies(place: Place) -> Iterator[Line]:
     """Bytes of the native copier against torch indexing, everything that was not asked for included."""
-    from xllm_hier.worker.layer_copy import layer_groups
+    from xllm_hier.worker.tiers.layer_copy import layer_groups
 
     dice = random.Random(4)
     for piece in (4 << 10, 96 << 10):
@@ -544,7 +544,7 @@ def check_overlap(place: Place) -> Iterator[Line]:
     On cpu the copy is held to a rate at which it takes 50 ms, as the tiny model's few bytes take no time.
     """
     from xllm_hier.plans import Forward, PrefillSequence, SamplingSpec, ints
-    from xllm_hier.worker.layer_copy import layer_groups
+    from xllm_hier.worker.tiers.layer_copy import layer_groups
 
     shape, prefix, suffix, block = (LARGE, 8192, 1024, 256) if place.cuda else (SHAPE, 1024, 256, 32)
     rounds = 9 if place.cuda else 3

@@ -20,10 +20,10 @@ from xllm_hier.plans import (
     TransferEndpoint,
     ints,
 )
-from xllm_hier.worker.cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes
-from xllm_hier.worker.mooncake_client import set_environment
-from xllm_hier.worker.pd_transfer import PdTransfer
+from xllm_hier.worker.peers.pd_transfer import PdTransfer
 from xllm_hier.worker.platform import Platform
+from xllm_hier.worker.store.mooncake_client import set_environment
+from xllm_hier.worker.tiers.cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes
 from xllm_hier.worker.transfer_stats import KINDS, PD_KINDS, TransferStats
 
 set_environment("error")

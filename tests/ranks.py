@@ -17,7 +17,7 @@ from tqdm import tqdm
 from xllm_hier.embedded_store import die_with_parent
 from xllm_hier.models.parallel import TensorParallel
 from xllm_hier.plans import DecodeSequence, PrefillSequence
-from xllm_hier.worker.model_runner import ModelOutput
+from xllm_hier.worker.compute.model_runner import ModelOutput
 
 LIMIT_S = 60.0
 

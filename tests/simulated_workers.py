@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from simulation.contents import POISON, next_token, reference, value
 from simulation.rows import hashes_of
 
-from xllm_hier.engine.audit import Auditor
-from xllm_hier.engine.block_manager import HierarchyBlockManagerPool
-from xllm_hier.engine.cache_journal import CacheJournal
-from xllm_hier.engine.restore_policy import RestorePolicy
-from xllm_hier.engine.scheduler import Scheduler
-from xllm_hier.engine.store_reads import ReadLimits
+from xllm_hier.engine.blocks.books import HierarchyBlockManagerPool
+from xllm_hier.engine.blocks.journal import CacheJournal
+from xllm_hier.engine.blocks.policy import RestorePolicy
+from xllm_hier.engine.blocks.store_reads import ReadLimits
+from xllm_hier.engine.steps.audit import Auditor
+from xllm_hier.engine.steps.scheduler import Scheduler
 from xllm_hier.plans import (
     DIFFERENT,
     EQUAL,

@@ -12,9 +12,9 @@ import openai
 import pytest
 from scripted_engine import RunningApi, ScriptedEngine, byte_ids, fail, make_tokenizer, say
 
-from xllm_hier.api.engine_client import EngineClient
-from xllm_hier.api.listening import listen
+from xllm_hier.engine_client import EngineClient
 from xllm_hier.errors import EngineDeadError, RequestError, StartupError
+from xllm_hier.openai.listening import listen
 from xllm_hier.plans import AddRequest, SamplingSpec, ints
 
 

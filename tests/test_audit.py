@@ -11,10 +11,10 @@ from simulated_workers import Simulation, reference
 from tiny_models import make, random_prompt
 
 from xllm_hier.block import BlockLayout, BlockType, TensorSpec
-from xllm_hier.engine.audit import Auditor
+from xllm_hier.engine.steps.audit import Auditor
 from xllm_hier.plans import DIFFERENT, EQUAL, ROUNDING, BlocksCompared, CompareBlocks
-from xllm_hier.worker.block_compare import compare_blocks
-from xllm_hier.worker.cache_domain import BlockCache, allocate_device_cache, as_bytes
+from xllm_hier.worker.compute.block_compare import compare_blocks
+from xllm_hier.worker.tiers.cache_domain import BlockCache, allocate_device_cache, as_bytes
 
 PROMPT = list(range(1, 30))  # 7 full blocks of 4
 OTHER = [40, *PROMPT]

@@ -7,8 +7,8 @@ import random
 import pytest
 from simulated_workers import Simulation, reference
 
-from xllm_hier.engine.prefetch import PrefetchResult
-from xllm_hier.engine.store_reads import QUARANTINE_S, ReadLimits
+from xllm_hier.engine.blocks.prefetch import PrefetchResult
+from xllm_hier.engine.blocks.store_reads import QUARANTINE_S, ReadLimits
 from xllm_hier.plans import (
     HIT,
     MISS,
@@ -321,7 +321,7 @@ def test_the_first_stop_request_takes_effect_and_what_is_in_flight_is_awaited() 
 
 def test_after_the_timeout_no_batch_is_issued_and_hits_so_far_count(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("xllm_hier.engine.prefetch.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("xllm_hier.engine.blocks.prefetch.time.monotonic", lambda: now[0])
     result = PrefetchResult(1, 4, 2, 30)
     result.next_batch(9)
     now[0] += 0.031

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from xllm_hier.engine.block_pool import BlockPool
+from xllm_hier.engine.blocks.pool import BlockPool
 from xllm_hier.errors import InvariantError
 
 ROOT = b"root"

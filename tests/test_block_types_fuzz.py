@@ -21,8 +21,8 @@ import torch
 from tiny_models import VOCAB, make
 
 from xllm_hier.config import EngineConfig
+from xllm_hier.engine.blocks.sequence import Sequence
 from xllm_hier.engine.core import EngineCore
-from xllm_hier.engine.sequence import Sequence
 from xllm_hier.models.parallel import TensorParallel
 from xllm_hier.plans import (
     AbortRequest,
@@ -275,7 +275,7 @@ class Store:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.client = Objects()
-        monkeypatch.setattr("xllm_hier.worker.kv_cache_store.MooncakeClient", lambda *_: self.client)
+        monkeypatch.setattr("xllm_hier.worker.store.kv_cache_store.MooncakeClient", lambda *_: self.client)
         self._instances: list[Instance] = []
 
     def start(self, folder: Path, **settings: Any) -> Instance:

@@ -11,9 +11,9 @@ import tiny_models
 from xllm_hier.block import BlockLayout, BlockType, TensorSpec
 from xllm_hier.config import EngineConfig
 from xllm_hier.errors import ConfigError
-from xllm_hier.worker.cache_sizes import CacheSizes, strides
-from xllm_hier.worker.model_runner import ModelRunner
-from xllm_hier.worker.speculation import DraftModel
+from xllm_hier.worker.compute.model_runner import ModelRunner
+from xllm_hier.worker.compute.speculation import DraftModel
+from xllm_hier.worker.tiers.cache_sizes import CacheSizes, strides
 
 KV, SWA, LINEAR = BlockType
 SPANS = {KV: 0, SWA: 20, LINEAR: 1}

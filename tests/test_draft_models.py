@@ -24,12 +24,12 @@ from transformers import PreTrainedTokenizerFast
 
 from xllm_hier.config import EngineConfig
 from xllm_hier.embedded_store import EmbeddedStore
-from xllm_hier.engine.drafts import DraftCounts
-from xllm_hier.engine.scheduler import Step
+from xllm_hier.engine.steps.drafts import DraftCounts
+from xllm_hier.engine.steps.scheduler import Step
 from xllm_hier.errors import ConfigError
 from xllm_hier.plans import SamplingSpec
 from xllm_hier.store_key import draft_component
-from xllm_hier.worker.speculation import DraftModel, check_same_tokenizer
+from xllm_hier.worker.compute.speculation import DraftModel, check_same_tokenizer
 
 FLAGS = ["--block_size=16", "--max_cache_size=8MB", "--check_invariants"]
 DRAFTS = 3

@@ -13,7 +13,7 @@ import zmq
 
 from xllm_hier.block import BlockType
 from xllm_hier.config import EngineConfig
-from xllm_hier.engine.block_pool import BlockPool
+from xllm_hier.engine.blocks.pool import BlockPool
 from xllm_hier.engine.core import AWAY_S, EngineCore, api_address
 from xllm_hier.engine.remote_worker import RemoteWorkers, answer_address, plan_address
 from xllm_hier.errors import EngineDeadError
@@ -32,7 +32,7 @@ from xllm_hier.plans import (
     ints,
 )
 from xllm_hier.wire import Channel
-from xllm_hier.worker.plan_digest import PlanDigest
+from xllm_hier.worker.compute.plan_digest import PlanDigest
 
 LIMIT_S = 2.5  # more than AWAY_S: who stands still for less is in time
 

@@ -18,16 +18,17 @@ from simulation.scripts import DEADLY, FAMILIES, GENTLE, HARSH, PROBING, Script,
 from simulation.world import Settings, World
 
 from xllm_hier.block import BlockType, RestoreRule, common_boundary
-from xllm_hier.engine import block_manager, write_back
-from xllm_hier.engine.block_manager import HierarchyBlockManagerPool
-from xllm_hier.engine.drafts import Drafting
-from xllm_hier.engine.loads import Loads
-from xllm_hier.engine.prefetch import PrefetchResult
-from xllm_hier.engine.scheduler import Scheduler
-from xllm_hier.engine.sequence import Sequence
-from xllm_hier.engine.store_reads import _Probe
-from xllm_hier.engine.type_blocks import TypePools
-from xllm_hier.engine.write_back import WriteBack
+from xllm_hier.engine.blocks import books as block_manager
+from xllm_hier.engine.blocks import write_back
+from xllm_hier.engine.blocks.books import HierarchyBlockManagerPool
+from xllm_hier.engine.blocks.drafting import Drafting
+from xllm_hier.engine.blocks.host_loads import Loads
+from xllm_hier.engine.blocks.prefetch import PrefetchResult
+from xllm_hier.engine.blocks.sequence import Sequence
+from xllm_hier.engine.blocks.store_reads import _Probe
+from xllm_hier.engine.blocks.types import TypePools
+from xllm_hier.engine.blocks.write_back import WriteBack
+from xllm_hier.engine.steps.scheduler import Scheduler
 from xllm_hier.plans import (
     HIT,
     HOLE,

@@ -16,10 +16,10 @@ import zmq.asyncio
 from xllm_hier.block import BlockType
 from xllm_hier.config import EngineConfig
 from xllm_hier.embedded_store import free_ports
-from xllm_hier.engine import kv_publisher
-from xllm_hier.engine.cache_journal import CacheJournal
-from xllm_hier.engine.kv_publisher import KvPublisher
-from xllm_hier.engine.type_blocks import TypePools
+from xllm_hier.engine import publisher as kv_publisher
+from xllm_hier.engine.blocks.journal import CacheJournal
+from xllm_hier.engine.blocks.types import TypePools
+from xllm_hier.engine.publisher import KvPublisher
 from xllm_hier.kv_events import Cleared, EventBatch
 from xllm_hier.plans import TypeSizes
 from xllm_hier.registry import InstanceInfo

@@ -17,12 +17,12 @@ from tiny_models import Driver, generated, prompt_part, random_prompt, random_ta
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 
 from xllm_hier.errors import ConfigError
+from xllm_hier.models.expert_routing import GroupScore, MoeSpec, Scoring, choose_experts, moe_spec
 from xllm_hier.models.experts import Expert, MoeMlp, load_experts, sort_to_experts
 from xllm_hier.models.families import decoder_spec
 from xllm_hier.models.linear import DECODE_TILE_COST, PREFILL_TILE_COST, Fused, Linear, choose_tiles
 from xllm_hier.models.parallel import TensorParallel
 from xllm_hier.models.parts import Loader
-from xllm_hier.models.routing import GroupScore, MoeSpec, Scoring, choose_experts, moe_spec
 from xllm_hier.models.weights import Checkpoint
 
 # Layer 1 of each has experts. Sizes are not multiples of 16: vector tails must not show.

@@ -22,7 +22,7 @@ from simulation.world import World
 from test_laws import MAIN_DOMAIN, Rank, rank_with  # noqa: F401
 
 from xllm_hier.config import EngineConfig
-from xllm_hier.engine.prefetch import PrefetchResult
+from xllm_hier.engine.blocks.prefetch import PrefetchResult
 from xllm_hier.errors import StoreError
 from xllm_hier.plans import (
     HIT,
@@ -37,9 +37,9 @@ from xllm_hier.plans import (
     TransferKvBlocks,
     ints,
 )
-from xllm_hier.worker.kv_cache_transfer import HierarchyKVCacheTransfer
-from xllm_hier.worker.model_runner import ModelOutput
-from xllm_hier.worker.plan_digest import PlanDigest
+from xllm_hier.worker.compute.model_runner import ModelOutput
+from xllm_hier.worker.compute.plan_digest import PlanDigest
+from xllm_hier.worker.tiers.kv_cache_transfer import HierarchyKVCacheTransfer
 from xllm_hier.worker.transfer_stats import TransferStats
 from xllm_hier.worker.worker import Worker
 

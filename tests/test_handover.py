@@ -14,14 +14,14 @@ import pytest
 
 from xllm_hier.block import BlockType
 from xllm_hier.config import EngineConfig
-from xllm_hier.engine.block_manager import HierarchyBlockManagerPool
-from xllm_hier.engine.decode_role import DecodeRole
-from xllm_hier.engine.drafts import Drafting
-from xllm_hier.engine.handover import Handover, Places, allocate, num_shared, numbered, places_of, take_over
-from xllm_hier.engine.peer_links import PeerEvent
-from xllm_hier.engine.prefill_role import PrefillRole
-from xllm_hier.engine.scheduler import Scheduler
-from xllm_hier.engine.sequence import Sequence
+from xllm_hier.engine.blocks.books import HierarchyBlockManagerPool
+from xllm_hier.engine.blocks.drafting import Drafting
+from xllm_hier.engine.blocks.sequence import Sequence
+from xllm_hier.engine.pair.decode import DecodeRole
+from xllm_hier.engine.pair.handover import Handover, Places, allocate, num_shared, numbered, places_of, take_over
+from xllm_hier.engine.pair.links import PeerEvent
+from xllm_hier.engine.pair.prefill import PrefillRole
+from xllm_hier.engine.steps.scheduler import Scheduler
 from xllm_hier.errors import InvariantError
 from xllm_hier.peer_plans import (
     AddNewRequests,
@@ -433,7 +433,7 @@ def test_a_lost_prefill_instance_leaves_its_blocks_with_nobody_until_its_writes_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr("xllm_hier.engine.decode_role.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("xllm_hier.engine.pair.decode.time.monotonic", lambda: now[0])
     decode = Decode("PUSH")
     decode.place()
     decode.hear(PeerEvent("p", why="no sign of life"))

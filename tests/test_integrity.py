@@ -30,10 +30,10 @@ from xllm_hier.hashing import prompt_hashes, root_hash
 from xllm_hier.models.identity import PLACE_BYTES, PLACES, ModelIdentity, model_identity
 from xllm_hier.plans import HIT, MISS
 from xllm_hier.store_key import IDENTITY, MAIN, identity_key, name_space_regex, numerics_key
-from xllm_hier.worker.cache_domain import BlockCache, CacheDomain
-from xllm_hier.worker.key_quarantine import MAX_KEYS, KeyQuarantine
-from xllm_hier.worker.kv_cache_store import VAIN_LOOKS, KVCacheStore, name_blocks
-from xllm_hier.worker.store_marks import IdentityUnknownError
+from xllm_hier.worker.store.key_quarantine import MAX_KEYS, KeyQuarantine
+from xllm_hier.worker.store.kv_cache_store import VAIN_LOOKS, KVCacheStore, name_blocks
+from xllm_hier.worker.store.marks import IdentityUnknownError
+from xllm_hier.worker.tiers.cache_domain import BlockCache, CacheDomain
 from xllm_hier.worker.transfer_stats import TransferStats
 
 COMMON = ["--block_size=16", "--max_cache_size=4MB", "--check_invariants"]
@@ -161,7 +161,7 @@ def test_a_key_whose_object_did_not_prove_itself_is_neither_read_nor_written_for
     counted = rank.store._stats.snapshot()["store"]
     names = ("quarantined_keys", "quarantined_reads", "quarantined_writes")
     assert [counted[name] for name in names] == [1, 2, 2]
-    monkeypatch.setattr("xllm_hier.worker.key_quarantine.KEY_QUARANTINE_S", 0.0)
+    monkeypatch.setattr("xllm_hier.worker.store.key_quarantine.KEY_QUARANTINE_S", 0.0)
     rank.fill(1, laws.name_of(1))
     assert rank.put((1, 1)) == 1 and rank.get((3, 1)) == [1]
 
@@ -287,8 +287,8 @@ class SharedClient(laws.ScriptedClient):
 @pytest.fixture
 def instances(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Makes the store of one more instance with this identity, over objects that all of them share."""
-    monkeypatch.setattr("xllm_hier.worker.kv_cache_store.MooncakeClient", SharedClient)
-    monkeypatch.setattr("xllm_hier.worker.store_marks._PAUSE_S", 0.0)
+    monkeypatch.setattr("xllm_hier.worker.store.kv_cache_store.MooncakeClient", SharedClient)
+    monkeypatch.setattr("xllm_hier.worker.store.marks._PAUSE_S", 0.0)
     monkeypatch.setattr(SharedClient, "shared", {})
     made: list[KVCacheStore] = []
 
@@ -391,7 +391,7 @@ def test_an_identity_that_another_rank_is_still_writing_is_waited_for(
         if len(pauses) == 10:
             SharedClient.shared[KEY] = written
 
-    monkeypatch.setattr("xllm_hier.worker.store_marks.time.sleep", pause)
+    monkeypatch.setattr("xllm_hier.worker.store.marks.time.sleep", pause)
     monkeypatch.setattr(SharedClient, "put", lambda self, keys, *_: [0] * len(keys))
     assert instances("a", rank=1).state == "attached"
     assert len(pauses) == 10

@@ -15,24 +15,14 @@ from simulated_workers import Faults, Simulation
 
 from xllm_hier.block import BlockType
 from xllm_hier.config import EngineConfig
-from xllm_hier.engine import kv_publisher
-from xllm_hier.engine.block_pool import BlockPool
-from xllm_hier.engine.cache_journal import CacheJournal
-from xllm_hier.engine.kv_publisher import KvPublisher
-from xllm_hier.engine.sequence import Sequence
-from xllm_hier.engine.type_blocks import TypePools
+from xllm_hier.engine import publisher as kv_publisher
+from xllm_hier.engine.blocks.journal import CacheJournal
+from xllm_hier.engine.blocks.pool import BlockPool
+from xllm_hier.engine.blocks.sequence import Sequence
+from xllm_hier.engine.blocks.types import TypePools
+from xllm_hier.engine.publisher import KvPublisher
 from xllm_hier.errors import ConfigError, StartupError, WireError
-from xllm_hier.kv_events import (
-    END,
-    SNAPSHOT,
-    Cleared,
-    Event,
-    EventBatch,
-    Removed,
-    Stored,
-    pack_batch,
-    unpack_batch,
-)
+from xllm_hier.kv_events import END, SNAPSHOT, Cleared, Event, EventBatch, Removed, Stored, pack_batch, unpack_batch
 from xllm_hier.plans import AddRequest, SamplingSpec, TypeSizes, ints
 
 KV, SWA = BlockType.KV, BlockType.SWA
@@ -321,7 +311,7 @@ def test_a_snapshot_has_all_that_is_there_and_the_number_that_comes_next(talk: T
 def test_what_comes_and_goes_between_two_parts_of_a_snapshot_is_in_it_or_in_later_batches(
     talk: Talk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("xllm_hier.engine.kv_publisher._PART_BLOCKS", 1)
+    monkeypatch.setattr("xllm_hier.engine.publisher._PART_BLOCKS", 1)
     prompt, late, device = sequence_of(list(range(20))), sequence_of([7] * 4), talk.one.pools.device
     blocks = [talk.one.store(device, prompt, index) for index in range(5)]
     talk.publisher.tick()

@@ -21,10 +21,10 @@ from simulated_workers import Simulation, reference
 
 from xllm_hier.block import BlockLayout, BlockType, CacheLayout, CacheRole, TensorSpec
 from xllm_hier.config import EngineConfig
-from xllm_hier.engine.block_pool import BlockPool
+from xllm_hier.engine.blocks.pool import BlockPool
+from xllm_hier.engine.blocks.sequence import Sequence as Request
+from xllm_hier.engine.blocks.sequence import SequenceState
 from xllm_hier.engine.core import EngineCore
-from xllm_hier.engine.sequence import Sequence as Request
-from xllm_hier.engine.sequence import SequenceState
 from xllm_hier.errors import StoreError
 from xllm_hier.hashing import block_hash, prompt_hashes, root_hash
 from xllm_hier.plans import (
@@ -43,9 +43,9 @@ from xllm_hier.plans import (
     ints,
 )
 from xllm_hier.store_key import MAIN, draft_component
-from xllm_hier.worker.cache_domain import BlockCache, CacheDomain
-from xllm_hier.worker.kv_cache_store import KVCacheStore, name_blocks, write_trailer
-from xllm_hier.worker.mooncake_client import MooncakeClient
+from xllm_hier.worker.store.kv_cache_store import KVCacheStore, name_blocks, write_trailer
+from xllm_hier.worker.store.mooncake_client import MooncakeClient
+from xllm_hier.worker.tiers.cache_domain import BlockCache, CacheDomain
 from xllm_hier.worker.transfer_stats import TransferStats
 
 PROMPT = list(range(1, 18))  # four full blocks of four, and one token
@@ -653,7 +653,7 @@ class Rank:
 @pytest.fixture
 def rank_with(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rank]]:
     """Makes a Rank; block b of its `num_blocks` host blocks holds content b."""
-    monkeypatch.setattr("xllm_hier.worker.kv_cache_store.MooncakeClient", ScriptedClient)
+    monkeypatch.setattr("xllm_hier.worker.store.kv_cache_store.MooncakeClient", ScriptedClient)
     stores: list[KVCacheStore] = []
 
     def make(*domains: tuple[CacheRole, str, BlockLayout], num_blocks: int = 4, number: int = 0):
@@ -792,7 +792,7 @@ def connected_client(monkeypatch: pytest.MonkeyPatch, config: EngineConfig, get_
         batch_get_into=lambda keys, addresses, sizes: get_answer,
     )
     module = SimpleNamespace(MooncakeDistributedStore=lambda: library)
-    monkeypatch.setattr("xllm_hier.worker.mooncake_client.library", lambda name: module)
+    monkeypatch.setattr("xllm_hier.worker.store.mooncake_client.library", lambda name: module)
     monkeypatch.setattr(MooncakeClient, "reachable", lambda self: True)
     monkeypatch.setattr(MooncakeClient, "_check_rdma", lambda self: None)
     client = MooncakeClient(config, 0)

@@ -25,9 +25,9 @@ from xllm_hier.models.parallel import TensorParallel
 from xllm_hier.models.parts import Loader, rms_norm
 from xllm_hier.models.rope import RopeTable
 from xllm_hier.models.weights import Checkpoint
-from xllm_hier.worker.attention import SMALL_TILE, Span, find_query_tiles
-from xllm_hier.worker.latent_attention import LatentAttention
-from xllm_hier.worker.model_runner import ModelRunner
+from xllm_hier.worker.compute.attention import SMALL_TILE, Span, find_query_tiles
+from xllm_hier.worker.compute.latent_attention import LatentAttention
+from xllm_hier.worker.compute.model_runner import ModelRunner
 from xllm_hier.worker.platform import Platform
 
 YARN = {

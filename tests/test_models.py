@@ -17,8 +17,8 @@ from xllm_hier.errors import ConfigError
 from xllm_hier.models.linear import Fused, Linear, TileSizes, cheapest_class, choose_tiles, equal_bit_classes
 from xllm_hier.models.weights import Checkpoint
 from xllm_hier.plans import SamplingSpec
-from xllm_hier.worker.attention import query_tiles
-from xllm_hier.worker.model_runner import ModelRunner
+from xllm_hier.worker.compute.attention import query_tiles
+from xllm_hier.worker.compute.model_runner import ModelRunner
 
 FAMILIES = list(tiny_models.FAMILIES)
 LLAMA3_ROPE = {

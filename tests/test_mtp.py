@@ -19,9 +19,9 @@ from tiny_models import VOCAB, Driver, generated, make, prompt_part, random_prom
 from xllm_hier.config import EngineConfig
 from xllm_hier.errors import ConfigError
 from xllm_hier.plans import DecodeSequence, Forward, PrefillSequence, SamplingSpec
-from xllm_hier.worker.model_runner import ModelOutput, ModelRunner
-from xllm_hier.worker.sampler import sample
-from xllm_hier.worker.speculation import DraftModel
+from xllm_hier.worker.compute.model_runner import ModelOutput, ModelRunner
+from xllm_hier.worker.compute.sampler import sample
+from xllm_hier.worker.compute.speculation import DraftModel
 
 BLOCK = 16
 NUM_DRAFTS = 3

@@ -25,9 +25,9 @@ from xllm_hier.plans import (
     StateMoves,
     ints,
 )
-from xllm_hier.worker.cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes
-from xllm_hier.worker.model_runner import ModelRunner
-from xllm_hier.worker.speculation import DraftModel
+from xllm_hier.worker.compute.model_runner import ModelRunner
+from xllm_hier.worker.compute.speculation import DraftModel
+from xllm_hier.worker.tiers.cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes
 
 
 class Instance(Side):

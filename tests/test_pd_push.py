@@ -16,9 +16,9 @@ from serving import wait_for
 
 from xllm_hier.config import EngineConfig
 from xllm_hier.plans import Forward, PullBlocks, PushBlocks, PushFailure, TransferEndpoint
-from xllm_hier.worker import pd_transfer
-from xllm_hier.worker.pd_push import Pushes
-from xllm_hier.worker.plan_digest import PlanDigest
+from xllm_hier.worker.compute.plan_digest import PlanDigest
+from xllm_hier.worker.peers import pd_transfer
+from xllm_hier.worker.peers.push import Pushes
 
 
 @pytest.fixture

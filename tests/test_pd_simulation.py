@@ -18,12 +18,12 @@ from simulation.pd_scripts import MOVES, PD_FAMILIES, PdScript, draw, failure_of
 from simulation.scripts import Event
 from simulation.world import Settings
 
-from xllm_hier.engine.block_manager import HierarchyBlockManagerPool
-from xllm_hier.engine.decode_role import DecodeRole, _Inbound
-from xllm_hier.engine.handover import Handover
-from xllm_hier.engine.peer_links import PeerEvent, PeerLinks
-from xllm_hier.engine.prefill_role import Phase, PrefillRole, _Outbound
-from xllm_hier.engine.sequence import Sequence
+from xllm_hier.engine.blocks.books import HierarchyBlockManagerPool
+from xllm_hier.engine.blocks.sequence import Sequence
+from xllm_hier.engine.pair.decode import DecodeRole, _Inbound
+from xllm_hier.engine.pair.handover import Handover
+from xllm_hier.engine.pair.links import PeerEvent, PeerLinks
+from xllm_hier.engine.pair.prefill import Phase, PrefillRole, _Outbound
 from xllm_hier.peer_plans import FirstGeneration, FirstGenerationDone, NewRequest
 from xllm_hier.plans import PushBlocks, PushFailure
 

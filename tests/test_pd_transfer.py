@@ -19,9 +19,9 @@ from pd_sides import KV, LIMIT_S, LINEAR, NUM_BLOCKS, Side, domain_of, everythin
 from xllm_hier.block import BlockLayout, BlockType, CacheLayout, CacheRole, TensorSpec
 from xllm_hier.config import TRANSFER_PORTS
 from xllm_hier.plans import LinkPeer, PullBlocks, PullDone, TransferEndpoint, TransferRegion, ints
-from xllm_hier.worker.cache_domain import BlockCache, CacheDomain
-from xllm_hier.worker.transfer_engine import MAX_CALL_BYTES, MAX_PIECES, transfer_ports
-from xllm_hier.worker.transfer_pieces import Pieces, merged
+from xllm_hier.worker.peers.pieces import Pieces, merged
+from xllm_hier.worker.peers.transfer_engine import MAX_CALL_BYTES, MAX_PIECES, transfer_ports
+from xllm_hier.worker.tiers.cache_domain import BlockCache, CacheDomain
 from xllm_hier.worker.transfer_stats import PD_KINDS
 
 
@@ -289,8 +289,8 @@ _OPEN = """
 import os, sys
 from xllm_hier.config import EngineConfig
 from xllm_hier.errors import ConfigError
-from xllm_hier.worker.mooncake_client import set_environment
-from xllm_hier.worker.transfer_engine import TransferEngine, transfer_ports
+from xllm_hier.worker.store.mooncake_client import set_environment
+from xllm_hier.worker.peers.transfer_engine import TransferEngine, transfer_ports
 settings = {"enable_disagg_pd": True, "instance_role": "DECODE", "transfer_listen_port": int(sys.argv[1])}
 try:
     config = EngineConfig(model="tiny", **settings)

@@ -13,8 +13,8 @@ from serving import wait_for
 
 from xllm_hier.config import EngineConfig
 from xllm_hier.embedded_store import free_ports
-from xllm_hier.engine import peer_links
-from xllm_hier.engine.peer_links import PeerEvent, PeerLinks, differences
+from xllm_hier.engine.pair import links as peer_links
+from xllm_hier.engine.pair.links import PeerEvent, PeerLinks, differences
 from xllm_hier.errors import StartupError
 from xllm_hier.peer_plans import PROTOCOL, Bye, Cancel, Heartbeat, Hello
 from xllm_hier.plans import TransferEndpoint

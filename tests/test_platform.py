@@ -23,10 +23,16 @@ from torch.nn.attention import varlen
 from xllm_hier.config import EngineConfig
 from xllm_hier.errors import ConfigError
 from xllm_hier.worker import platform as platform_module
-from xllm_hier.worker.attention import PagedAttention, Span
-from xllm_hier.worker.device_attention import CudaAttention, KernelAttention, NpuAttention, Trial, choose_attention
-from xllm_hier.worker.layer_copy import TorchCopier
+from xllm_hier.worker.compute.attention import PagedAttention, Span
+from xllm_hier.worker.compute.device_attention import (
+    CudaAttention,
+    KernelAttention,
+    NpuAttention,
+    Trial,
+    choose_attention,
+)
 from xllm_hier.worker.platform import Platform
+from xllm_hier.worker.tiers.layer_copy import TorchCopier
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")

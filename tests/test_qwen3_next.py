@@ -33,8 +33,8 @@ from xllm_hier.models.parallel import TensorParallel
 from xllm_hier.models.parts import Loader
 from xllm_hier.models.rope import RopeTable, rotate
 from xllm_hier.models.weights import Checkpoint
-from xllm_hier.worker.attention import PagedAttention, Span
-from xllm_hier.worker.recurrent_state import RecurrentStates, StateSpan
+from xllm_hier.worker.compute.attention import PagedAttention, Span
+from xllm_hier.worker.compute.recurrent_state import RecurrentStates, StateSpan
 
 CELL = 64
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from tiny_models import make, random_prompt
 from xllm_hier.block import BlockLayout, BlockType, CacheLayout, CacheRole, TensorSpec
 from xllm_hier.config import EngineConfig
 from xllm_hier.embedded_store import EmbeddedStore, free_ports
-from xllm_hier.engine.prefetch import PrefetchResult
+from xllm_hier.engine.blocks.prefetch import PrefetchResult
 from xllm_hier.plans import (
     HIT,
     MISS,
@@ -33,9 +33,9 @@ from xllm_hier.plans import (
     ints,
 )
 from xllm_hier.store_key import MAIN
-from xllm_hier.worker.cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes
-from xllm_hier.worker.kv_cache_transfer import HierarchyKVCacheTransfer
-from xllm_hier.worker.layer_copy import NativeCopier
+from xllm_hier.worker.tiers.cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes
+from xllm_hier.worker.tiers.kv_cache_transfer import HierarchyKVCacheTransfer
+from xllm_hier.worker.tiers.layer_copy import NativeCopier
 from xllm_hier.worker.transfer_stats import TransferStats
 
 NUM_DEVICE, NUM_HOST, LAYERS = 6, 10, 3

@@ -17,16 +17,7 @@ from serving import wait_for
 
 from xllm_hier.embedded_store import free_ports
 from xllm_hier.errors import ConfigError
-from xllm_hier.registry import (
-    MASTER,
-    ROLES,
-    Etcd,
-    InstanceInfo,
-    Membership,
-    RegistryError,
-    instances_of,
-    replica_key,
-)
+from xllm_hier.registry import MASTER, ROLES, Etcd, InstanceInfo, Membership, RegistryError, instances_of, replica_key
 
 pytestmark = needs_etcd
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from simulated_workers import Simulation, reference
 
-from xllm_hier.engine.restore_policy import STALE_S, RestorePolicy
+from xllm_hier.engine.blocks.policy import STALE_S, RestorePolicy
 from xllm_hier.plans import PrefetchFromStorage, TransferBlocks
 
 BLOCK = 4

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from xllm_hier.plans import SamplingSpec
-from xllm_hier.worker.sampler import _draw, sample, token_logprobs, uniform
+from xllm_hier.worker.compute.sampler import _draw, sample, token_logprobs, uniform
 
 GOLDEN = [0.66004496448, 0.804296693587, 0.868698937512]
 GOLDEN_DRAWS = [12, 57, 12, 19, 46, 19, 12, 57, 12, 19, 38, 19, 12, 57, 12, 19, 38, 19, 12, 57, 12, 19, 38, 19]

@@ -14,7 +14,7 @@ from serving import Answer, Server, running_store, store_flags
 from simulation.scripts import draw, replay
 from tiny_models import VOCAB, Driver, generated, make, prompt_part, random_prompt, random_table
 
-from xllm_hier.engine.drafts import lookup
+from xllm_hier.engine.steps.drafts import lookup
 from xllm_hier.plans import SamplingSpec
 
 FLAGS = ["--block_size=16", "--max_cache_size=8MB", "--check_invariants"]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from simulation.world import World
 
-from xllm_hier.engine.sequence import Sequence, SequenceState
+from xllm_hier.engine.blocks.sequence import Sequence, SequenceState
 from xllm_hier.plans import PrefetchFromStorage
 
 PROMPT = list(range(1, 18))  # four full blocks and one token

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from serving import wait_for
 
-from xllm_hier.worker.store_circuit import GOOD, MAX_BAD, StoreCircuit
-from xllm_hier.worker.store_queue import StoreQueue
+from xllm_hier.worker.store.circuit import GOOD, MAX_BAD, StoreCircuit
+from xllm_hier.worker.store.queue import StoreQueue
 
 LIMIT_S = 5.0
 
@@ -18,7 +18,7 @@ LIMIT_S = 5.0
 def wait(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Time that only passes when the test says so."""
     now = [100.0]
-    monkeypatch.setattr("xllm_hier.worker.store_circuit.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("xllm_hier.worker.store.circuit.time.monotonic", lambda: now[0])
 
     def passes(seconds: float) -> None:
         now[0] += seconds

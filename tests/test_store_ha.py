@@ -17,7 +17,7 @@ from test_store_faults import asking
 from tiny_models import VOCAB, make
 
 from xllm_hier.config import EngineConfig
-from xllm_hier.worker.mooncake_client import MooncakeClient
+from xllm_hier.worker.store.mooncake_client import MooncakeClient
 
 pytestmark = needs_etcd
 

@@ -17,9 +17,9 @@ from simulation.contents import DRAFT, TARGET, Part
 from simulation.world import World
 
 from xllm_hier.block import BlockType
-from xllm_hier.engine.block_pool import BlockPool
-from xllm_hier.engine.sequence import Sequence as Request
-from xllm_hier.engine.type_blocks import TypePools
+from xllm_hier.engine.blocks.pool import BlockPool
+from xllm_hier.engine.blocks.sequence import Sequence as Request
+from xllm_hier.engine.blocks.types import TypePools
 from xllm_hier.hashing import prompt_hashes, root_hash
 from xllm_hier.plans import (
     HOLE,

@@ -17,11 +17,11 @@ from xllm_hier.config import EngineConfig
 from xllm_hier.host_memory import HostMemory
 from xllm_hier.plans import HOLE, BlockMapping, DecodeSequence, Forward, PrefillSequence, SamplingSpec, StateMoves, ints
 from xllm_hier.store_key import MAIN
-from xllm_hier.worker.attention import PagedAttention, Span
-from xllm_hier.worker.cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes
-from xllm_hier.worker.layer_copy import Copier, NativeCopier, TorchCopier, end_of_layers
-from xllm_hier.worker.model_runner import ModelRunner
-from xllm_hier.worker.speculation import DraftModel
+from xllm_hier.worker.compute.attention import PagedAttention, Span
+from xllm_hier.worker.compute.model_runner import ModelRunner
+from xllm_hier.worker.compute.speculation import DraftModel
+from xllm_hier.worker.tiers.cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes
+from xllm_hier.worker.tiers.layer_copy import Copier, NativeCopier, TorchCopier, end_of_layers
 
 KV, SWA, LINEAR = BlockType
 LAYERS = {KV: (0, 5), SWA: (1, 3), LINEAR: (2, 4)}

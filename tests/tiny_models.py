@@ -38,7 +38,7 @@ from transformers.utils import logging as transformers_logging
 from xllm_hier.config import EngineConfig
 from xllm_hier.models.parallel import TensorParallel
 from xllm_hier.plans import DecodeSequence, Forward, PrefillSequence, SamplingSpec, ints
-from xllm_hier.worker.model_runner import ModelOutput, ModelRunner
+from xllm_hier.worker.compute.model_runner import ModelOutput, ModelRunner
 
 VOCAB = 320
 WINDOW = 24

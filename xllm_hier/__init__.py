@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .version import __version__
+
 if TYPE_CHECKING:
     from .config import EngineConfig
     from .llm import LLM, SamplingParams
 
-__version__ = "0.1.0"
-__all__ = ["LLM", "EngineConfig", "SamplingParams"]
+__all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -66,7 +66,7 @@ Event = Stored | Removed | Cleared
 class EventBatch:
     """What happened to the caches of one process since the batch before; also a sign of life when nothing has.
 
-    `load`: see `engine/kv_publisher.py`; None in answers to questions.
+    `load`: see `engine/publisher.py`; None in answers to questions.
     """
 
     ts: float

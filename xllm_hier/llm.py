@@ -20,13 +20,13 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from .api.engine_client import EngineClient
-from .api.output import ChoiceDecoder, TokenEvent, decode_choice
-from .api.sampling import SamplingParams, ServedModel, build_requests
-from .api.tokenizer import Tokenizer, load_tokenizer
 from .config import EngineConfig
+from .engine_client import EngineClient
 from .errors import ConfigError, EngineDeadError, RequestError
 from .launch import Instance
+from .openai.output import ChoiceDecoder, TokenEvent, decode_choice
+from .openai.sampling import SamplingParams, ServedModel, build_requests
+from .openai.tokenizer import Tokenizer, load_tokenizer
 from .plans import AddRequest, PromptUsage, TokenLogprob
 from .wire import Deadline
 

@@ -1,6 +1,6 @@
 """The messages between the engines of two instances, a prefill one and a decode one; packed by `wire`.
 
-They travel in an envelope that says which version of them it holds (`engine/peer_links.py`). A request's way::
+They travel in an envelope that says which version of them it holds (`engine/pair/links.py`). A request's way::
 
     prefill                                  decode
     AddNewRequests  ------------------------>            tokens known so far

@@ -9,21 +9,14 @@ from typing import Any
 
 from xllm_hier.block import BlockType
 from xllm_hier.config import EngineConfig
-from xllm_hier.engine import decode_role
+from xllm_hier.engine.blocks.sequence import Sequence, SequenceState
 from xllm_hier.engine.core import EngineCore, _new_links
-from xllm_hier.engine.decode_role import DecodeRole
-from xllm_hier.engine.handover import Handover
-from xllm_hier.engine.prefill_role import PrefillRole
-from xllm_hier.engine.sequence import Sequence, SequenceState
+from xllm_hier.engine.pair import decode as decode_role
+from xllm_hier.engine.pair.decode import DecodeRole
+from xllm_hier.engine.pair.handover import Handover
+from xllm_hier.engine.pair.prefill import PrefillRole
 from xllm_hier.errors import EngineDeadError
-from xllm_hier.plans import (
-    PrefetchFromStorage,
-    ProbeStorage,
-    PushBlocks,
-    RequestOutput,
-    TransferBlocks,
-    WorkerReady,
-)
+from xllm_hier.plans import PrefetchFromStorage, ProbeStorage, PushBlocks, RequestOutput, TransferBlocks, WorkerReady
 
 from . import invariants
 from .contents import Contents

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from xllm_hier.block import BlockType
-from xllm_hier.engine.block_pool import BlockPool, BlockState
-from xllm_hier.engine.sequence import Sequence
+from xllm_hier.engine.blocks.pool import BlockPool, BlockState
+from xllm_hier.engine.blocks.sequence import Sequence
 from xllm_hier.plans import HOLE
 
 from .contents import is_right

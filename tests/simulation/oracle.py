@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from xllm_hier.block import BlockType
-from xllm_hier.engine.block_manager import HierarchyBlockManagerPool
-from xllm_hier.engine.sequence import Sequence
+from xllm_hier.engine.blocks.books import HierarchyBlockManagerPool
+from xllm_hier.engine.blocks.sequence import Sequence
 
 
 class HitOracle:

@@ -14,10 +14,10 @@ from unittest import mock
 
 from xllm_hier.block import BlockType
 from xllm_hier.config import EngineConfig
-from xllm_hier.engine.block_pool import BlockPool, BlockState
+from xllm_hier.engine.blocks.pool import BlockPool, BlockState
+from xllm_hier.engine.blocks.sequence import Sequence
 from xllm_hier.engine.core import EngineCore
 from xllm_hier.engine.remote_worker import RemoteWorkers
-from xllm_hier.engine.sequence import Sequence
 from xllm_hier.errors import EngineDeadError
 from xllm_hier.plans import (
     AbortRequest,
@@ -244,11 +244,11 @@ class World:
                 mock.patch("time.monotonic", self.timeline.monotonic),
                 mock.patch("xllm_hier.engine.remote_worker.Channel", self._channel),
                 mock.patch("xllm_hier.engine.remote_worker.wait_readable", self.timeline.wait),
-                mock.patch("xllm_hier.engine.store_reads.QUARANTINE_S", QUARANTINE_S),
-                mock.patch("xllm_hier.engine.restore_policy.MIN_PROMPT_TOKENS", 4),  # prompts are short here,
-                mock.patch("xllm_hier.engine.restore_policy.STALE_S", 0.3),  # and so are scripts
-                mock.patch("xllm_hier.engine.scheduler.CANONICAL_CHUNK", self.settings.tile),
-                mock.patch("xllm_hier.engine.audit.TILE", self.settings.tile),
+                mock.patch("xllm_hier.engine.blocks.store_reads.QUARANTINE_S", QUARANTINE_S),
+                mock.patch("xllm_hier.engine.blocks.policy.MIN_PROMPT_TOKENS", 4),  # prompts are short here,
+                mock.patch("xllm_hier.engine.blocks.policy.STALE_S", 0.3),  # and so are scripts
+                mock.patch("xllm_hier.engine.steps.scheduler.CANONICAL_CHUNK", self.settings.tile),
+                mock.patch("xllm_hier.engine.steps.audit.TILE", self.settings.tile),
             ):
                 yield
         finally:

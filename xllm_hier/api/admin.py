@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ..config import EngineConfig
 from ..errors import ConfigError
-from .refusal import Refusal
-from .service import service_of
+from ..openai.refusals import Refusal
+from .handlers import service_of
 
 _CALL_S = 60.0
 

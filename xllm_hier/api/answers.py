@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
+from ..openai.output import TokenEvent
+from ..openai.protocol import ChatRequest, CompletionRequest
+from ..openai.tokenizer import Tokenizer
 from .generation import Choice, Generation
 from .logprobs import CompletionLogprobs, aligned, chat_logprob, prompt_logprobs
-from .output import TokenEvent
-from .protocol import ChatRequest, CompletionRequest
-from .tokenizer import Tokenizer
 
 
 class ChoiceView(Protocol):

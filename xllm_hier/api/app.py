@@ -10,17 +10,17 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .. import __version__
 from ..config import EngineConfig
+from ..engine_client import EngineClient
 from ..errors import EngineDeadError, RequestError
+from ..openai.auth import ApiKeyGate
+from ..openai.protocol import ChatRequest, CompletionRequest, describe
+from ..openai.refusals import ErrorAnswer, Refusal, body_of, error_body
+from ..openai.streaming import ClientGoneError
+from ..openai.tokenizer import Tokenizer
+from ..version import __version__
 from . import admin
-from .auth import ApiKeyGate
-from .engine_client import EngineClient
-from .protocol import ChatRequest, CompletionRequest, describe
-from .refusal import ErrorAnswer, Refusal, body_of, error_body
-from .service import Service, service_of
-from .streaming import ClientGoneError
-from .tokenizer import Tokenizer
+from .handlers import Service, service_of
 
 MAX_BODY_BYTES = 16 << 20
 _STATS_S = 1.0

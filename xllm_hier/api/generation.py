@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from ..engine_client import EngineClient
 from ..errors import EngineDeadError, RequestError
+from ..openai.output import ChoiceDecoder, TokenEvent, decode_choice
+from ..openai.refusals import Refusal
 from ..plans import AddRequest
-from .engine_client import EngineClient
 from .metrics import RequestTimes
-from .output import ChoiceDecoder, TokenEvent, decode_choice
-from .refusal import Refusal
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..openai.output import Detokenizer
+from ..openai.tokenizer import Tokenizer
 from ..plans import TokenLogprob
-from .output import Detokenizer
-from .tokenizer import Tokenizer
 
 _LOWEST = -9999.0  # JSON has no minus infinity
 

@@ -14,8 +14,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from ..engine_client import EngineClient
 from ..errors import EngineDeadError, RequestError
-from .engine_client import EngineClient
 
 STORE_STATES = ("attached", "degraded", "open", "detached")
 _TIERS = ("device", "host", "store", "computed")

@@ -10,10 +10,10 @@ import time
 from typing import Any
 
 from ..config import EngineConfig
+from ..engine_client import EngineClient
 from ..errors import EngineDeadError, RequestError
 from ..machine import split_address
 from ..registry import ROLES, Etcd, InstanceInfo, Membership, instances_of
-from .engine_client import EngineClient
 
 log = logging.getLogger("xllm.registry")
 

@@ -8,14 +8,14 @@ import socket
 from collections.abc import Callable
 
 from ..config import EngineConfig
+from ..engine_client import EngineClient
 from ..errors import EngineDeadError, RequestError, StartupError
+from ..openai.listening import CLOSE_S, HttpServer, http_server, listen, stop_signals
+from ..openai.tokenizer import load_tokenizer
 from ..wire import Deadline
 from .app import create_app
-from .engine_client import EngineClient
-from .listening import CLOSE_S, HttpServer, http_server, listen, stop_signals
+from .handlers import Service
 from .registration import Registration
-from .service import Service
-from .tokenizer import load_tokenizer
 
 _log = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from ..plans import Call, CallResult, WorkerCall, WorkerResult
 from ..wire import Channel, Deadline
-from .decode_role import DecodeRole
-from .peer_links import PeerLinks
-from .prefill_role import PrefillRole
+from .pair.decode import DecodeRole
+from .pair.links import PeerLinks
+from .pair.prefill import PrefillRole
 from .rank_views import merge_worker_stats, worst_state
 from .remote_worker import RemoteWorkers
 from .report import EngineReport
-from .scheduler import Scheduler
+from .steps.scheduler import Scheduler
 
 CALL_LIMIT_S = 30.0
 SETTLE_LIMIT_S = 5.0  # a clear waits so long for transfers to end before it takes what there is

@@ -36,20 +36,20 @@ from ..plans import (
     WorkerResult,
 )
 from ..wire import Channel, Deadline, HasSocket
-from .audit import Auditor
-from .block_manager import HierarchyBlockManagerPool
-from .cache_journal import CacheJournal
+from .blocks.books import HierarchyBlockManagerPool
+from .blocks.journal import CacheJournal
+from .blocks.policy import RestorePolicy
+from .blocks.store_reads import ReadLimits
 from .calls import EngineCalls
-from .decode_role import DecodeRole
-from .kv_publisher import KvPublisher
-from .peer_links import PeerLinks
-from .prefill_role import PrefillRole
+from .pair.decode import DecodeRole
+from .pair.links import PeerLinks
+from .pair.prefill import PrefillRole
+from .publisher import KvPublisher
 from .rank_views import common_sizes, drafting_of, pd_facts
 from .remote_worker import POLL_S, RemoteWorkers
 from .report import EngineReport
-from .restore_policy import RestorePolicy
-from .scheduler import Scheduler, Step
-from .store_reads import ReadLimits
+from .steps.audit import Auditor
+from .steps.scheduler import Scheduler, Step
 
 log = logging.getLogger("xllm.engine")
 

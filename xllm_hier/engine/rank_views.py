@@ -7,7 +7,7 @@ from typing import Any
 
 from ..config import EngineConfig
 from ..plans import TypeSizes, WorkerReady
-from .drafts import Drafting
+from .blocks.drafting import Drafting
 
 _STATE_ORDER = ("detached", "attached", "degraded", "open")  # from no worry to most
 

@@ -8,15 +8,15 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from .. import __version__
 from ..config import EngineConfig
 from ..plans import ForwardOutput, TypeSizes, WorkerReady
-from .decode_role import DecodeRole
-from .kv_publisher import KvPublisher
-from .peer_links import PeerLinks
-from .prefill_role import PrefillRole
+from ..version import __version__
+from .pair.decode import DecodeRole
+from .pair.links import PeerLinks
+from .pair.prefill import PrefillRole
+from .publisher import KvPublisher
 from .rank_views import common_sizes, store_keys, worst_state
-from .scheduler import RECENT, Scheduler
+from .steps.scheduler import RECENT, Scheduler
 
 
 @dataclass(eq=False)

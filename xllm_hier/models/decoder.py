@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from .delta_rule import DeltaWeights
+from .expert_routing import MoeSpec
 from .experts import load_experts
 from .families import DecoderSpec, RecurrentSpec
 from .gated_delta import GatedDelta, load_gated_delta
@@ -28,7 +29,6 @@ from .mla import load_latent_attention
 from .parallel import TensorParallel
 from .parts import AttentionPart, Loader, Mlp, load_mlp, load_self_attention, rms_norm, tiles_of
 from .rope import RopeTable
-from .routing import MoeSpec
 
 
 class Attention(Protocol):

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from .expert_routing import MoeSpec, choose_experts, sigmoid
 from .linear import Fused, Linear
 from .parallel import TensorParallel
 from .parts import Loader, tiles_of
-from .routing import MoeSpec, choose_experts, sigmoid
 
 
 @dataclass

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ConfigError
+from .expert_routing import MoeSpec, moe_spec, refused
 from .linear import Fused
 from .rope import SUPPORTED_ROPE, check_rope, rope_parameters
-from .routing import MoeSpec, moe_spec, refused
 
 OWN_FAMILIES = (
     "llama",

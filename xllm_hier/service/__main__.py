@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from ..api.listening import http_server, listen, stop_signals
-from ..api.tokenizer import Tokenizer, load_tokenizer
 from ..embedded_store import set_process_name
 from ..errors import ConfigError, StartupError, XllmError
 from ..launch import configure_logging
+from ..openai.listening import http_server, listen, stop_signals
+from ..openai.tokenizer import Tokenizer, load_tokenizer
 from .app import Front, create_app, wait_idle
 from .cluster import Cluster
 from .config import ServiceConfig

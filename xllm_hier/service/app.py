@@ -15,15 +15,15 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from .. import __version__
 from ..api.app import BodyLimit, add_error_answers
-from ..api.auth import ApiKeyGate
-from ..api.protocol import ChatRequest, CompletionRequest, describe
-from ..api.refusal import Refusal
-from ..api.sampling import check_token_ids
-from ..api.service import encode_chat
-from ..api.streaming import ClientGoneError, until_disconnected
-from ..api.tokenizer import Tokenizer
+from ..api.handlers import encode_chat
+from ..openai.auth import ApiKeyGate
+from ..openai.protocol import ChatRequest, CompletionRequest, describe
+from ..openai.refusals import Refusal
+from ..openai.sampling import check_token_ids
+from ..openai.streaming import ClientGoneError, until_disconnected
+from ..openai.tokenizer import Tokenizer
+from ..version import __version__
 from .cluster import Cluster
 from .metrics import ServiceMetrics
 from .policies import Prompt

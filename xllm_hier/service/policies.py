@@ -25,7 +25,7 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..hashing import prompt_hashes, root_hash
-from .load import Candidate, Load, Rates, rates_of, with_one_more
+from .burden import Candidate, Load, Rates, rates_of, with_one_more
 from .prefix_index import Match, PrefixIndex, UnderWay
 
 __all__ = ["POLICIES", "Candidate", "Load", "Prompt", "Route", "Router"]

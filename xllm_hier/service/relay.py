@@ -18,7 +18,7 @@ from typing import Any
 
 import aiohttp
 
-from ..api.refusal import Refusal, error_body
+from ..openai.refusals import Refusal, error_body
 from .cluster import Cluster
 from .policies import Prompt, Route
 

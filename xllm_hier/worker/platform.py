@@ -19,10 +19,10 @@ import torch
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..host_memory import available_memory_bytes
-from .attention import PagedAttention, find_query_tiles
-from .device_attention import CudaAttention, NpuAttention, choose_attention
-from .latent_attention import LatentAttention
-from .layer_copy import Copier, NativeCopier, TorchCopier
+from .compute.attention import PagedAttention, find_query_tiles
+from .compute.device_attention import CudaAttention, NpuAttention, choose_attention
+from .compute.latent_attention import LatentAttention
+from .tiers.layer_copy import Copier, NativeCopier, TorchCopier
 
 log = logging.getLogger("xllm.worker")
 

@@ -46,19 +46,19 @@ from ..plans import (
 )
 from ..store_key import MAIN
 from ..wire import Channel
-from .block_compare import compare_blocks
-from .cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes
-from .cache_sizes import CacheSizes, strides
-from .kv_cache_transfer import HierarchyKVCacheTransfer
-from .load import Load
-from .model_runner import ModelOutput, ModelRunner
-from .mooncake_client import set_environment
-from .pd_push import Pushes
-from .pd_transfer import PdTransfer
-from .plan_digest import PlanDigest
+from .compute.block_compare import compare_blocks
+from .compute.model_runner import ModelOutput, ModelRunner
+from .compute.plan_digest import PlanDigest
+from .compute.speculation import DraftModel
+from .peers.pd_transfer import PdTransfer
+from .peers.push import Pushes
+from .peers.transfer_engine import transfer_ports
 from .platform import Platform
-from .speculation import DraftModel
-from .transfer_engine import transfer_ports
+from .store.mooncake_client import set_environment
+from .tiers.cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes
+from .tiers.cache_sizes import CacheSizes, strides
+from .tiers.host_load import Load
+from .tiers.kv_cache_transfer import HierarchyKVCacheTransfer
 from .transfer_stats import KINDS, PD_KINDS, TransferStats
 
 log = logging.getLogger("xllm.worker")

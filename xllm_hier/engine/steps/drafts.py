@@ -1,0 +1,85 @@
+"""Drafts as the engine sees them: who makes them, those it makes itself, and how many were right.
+
+Prompt lookup drafts what followed the last few tokens where they stood before. No model and no KV: repetitive texts
+(code being edited, documents being quoted, lists) are guessed for nothing, and a wrong guess costs a row of one step
+(https://github.com/apoorvumang/prompt-lookup-decoding).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
+
+import numpy as np
+
+ORIGINS = ("cold", "device", "host", "store")
+# Fewer drafts than these say nothing; a gap must be both large and beyond chance.
+_ENOUGH, _GAP, _DEVIATIONS = 300, 0.2, 4.0
+LONGEST, SHORTEST = 4, 2  # tokens that must be equal; fewer are found by chance too often
+_LOOK_BACK = 32768
+
+
+def lookup(tokens: Tokens[int], num_drafts: int) -> list[int]:
+    """Up to `num_drafts` tokens that followed the latest earlier place of the longest tail that has one."""
+    if num_drafts <= 0 or len(tokens) <= SHORTEST:
+        return []
+    text = np.asarray(tokens[-_LOOK_BACK:], dtype=np.int64)
+    for length in range(min(LONGEST, len(text) - 1), SHORTEST - 1, -1):
+        places = len(text) - length  # of an n-gram that ends before the tail does
+        equal = np.ones(places, dtype=bool)
+        for offset in range(length):
+            equal &= text[offset : offset + places] == text[len(text) - length + offset]
+        found = np.flatnonzero(equal)
+        if len(found):
+            start = int(found[-1]) + length
+            return [int(token) for token in text[start : start + num_drafts]]
+    return []
+
+
+def _zeros() -> dict[str, int]:
+    return dict.fromkeys(ORIGINS, 0)
+
+
+@dataclass
+class DraftCounts:
+    """Drafted and accepted tokens, and the steps with drafts, by where a request's prompt came from: cold, or the tier
+    that paid for most of it."""
+
+    drafted: dict[str, int] = field(default_factory=_zeros)
+    accepted: dict[str, int] = field(default_factory=_zeros)
+    steps: dict[str, int] = field(default_factory=_zeros)
+    _drafted_before: dict[str, int] = field(default_factory=_zeros)
+    _accepted_before: dict[str, int] = field(default_factory=_zeros)
+
+    def add(self, origin: str, drafted: int, accepted: int) -> None:
+        self.steps[origin] += 1
+        self.drafted[origin] += drafted
+        self.accepted[origin] += accepted
+
+    @property
+    def accept_length(self) -> dict[str, float]:
+        """Tokens per step with drafts, by origin; origins without such steps are left out."""
+        return {origin: 1.0 + self.accepted[origin] / steps for origin, steps in self.steps.items() if steps}
+
+    @property
+    def alarm(self) -> bool:
+        """Drafts behind a restored prompt are right less often than behind a computed one, beyond chance: what was
+        restored for the draft model may not be what was stored."""
+        drafted = {origin: count - self._drafted_before[origin] for origin, count in self.drafted.items()}
+        accepted = {origin: count - self._accepted_before[origin] for origin, count in self.accepted.items()}
+        return any(_falls_behind(drafted, accepted, origin) for origin in ORIGINS[1:])
+
+    def forget(self) -> None:
+        """The alarm looks at what comes from now on; the counts stay."""
+        self._drafted_before, self._accepted_before = dict(self.drafted), dict(self.accepted)
+
+
+def _falls_behind(drafted: dict[str, int], accepted: dict[str, int], origin: str) -> bool:
+    """Two shares compared: is that of `origin` below the cold one by more than a fifth of it, and than chance?"""
+    if min(drafted["cold"], drafted[origin]) < _ENOUGH:
+        return False
+    cold, warm = accepted["cold"] / drafted["cold"], accepted[origin] / drafted[origin]
+    both = (accepted["cold"] + accepted[origin]) / (drafted["cold"] + drafted[origin])
+    deviation = math.sqrt(both * (1.0 - both) * (1.0 / drafted["cold"] + 1.0 / drafted[origin]))
+    return cold - warm > max(_GAP * cold, _DEVIATIONS * deviation)

@@ -1,0 +1,1 @@
+"""The model's forward: attention over blocks, recurrent states, sampling, drafts."""

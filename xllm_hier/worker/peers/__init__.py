@@ -1,0 +1,1 @@
+"""Blocks between this device and that of a peer instance."""

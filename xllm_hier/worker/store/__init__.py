@@ -1,0 +1,1 @@
+"""Blocks between host and Mooncake Store."""

@@ -1,0 +1,1 @@
+"""Blocks between device and host: layouts, layered copies, waits, proofs."""
