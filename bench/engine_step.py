@@ -13,8 +13,9 @@ from typing import Any
 
 from xllm_hier import wire
 from xllm_hier.engine.blocks.books import HierarchyBlockManagerPool
+from xllm_hier.engine.blocks.settings import BookSettings
 from xllm_hier.engine.steps.scheduler import Scheduler
-from xllm_hier.plans import AddRequest, ForwardOutput, SamplingSpec, ints
+from xllm_hier.plans import AddRequest, ForwardOutput, SamplingSpec, TypeSizes, ints
 
 from .serving import arguments, show
 
@@ -37,7 +38,7 @@ def answer(step_id: int, count: int) -> ForwardOutput:
 def main() -> int:
     options = arguments(__doc__ or "")
     manager = HierarchyBlockManagerPool(
-        NoWorkers(), num_device_blocks=SEQUENCES * (BLOCKS + 8), num_host_blocks=0, block_size=BLOCK_SIZE
+        NoWorkers(), [TypeSizes("KV", 0, SEQUENCES * (BLOCKS + 8), 0, 1)], BookSettings(BLOCK_SIZE)
     )
     tokens = SEQUENCES * BLOCKS * BLOCK_SIZE
     scheduler = Scheduler(manager, max_tokens=tokens, max_seqs=SEQUENCES, chunk_tokens=tokens)

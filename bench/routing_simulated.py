@@ -19,7 +19,7 @@ from typing import Any
 
 from xllm_hier.engine.blocks.books import HierarchyBlockManagerPool
 from xllm_hier.engine.blocks.journal import CacheJournal
-from xllm_hier.engine.blocks.store_reads import ReadLimits
+from xllm_hier.engine.blocks.settings import BookSettings, ReadLimits
 from xllm_hier.engine.steps.scheduler import Scheduler, Step
 from xllm_hier.plans import (
     HIT,
@@ -35,6 +35,7 @@ from xllm_hier.plans import (
     TransferAck,
     TransferBlocks,
     TransferKvBlocks,
+    TypeSizes,
     ints,
 )
 from xllm_hier.service.policies import Candidate, Load, Prompt, Route, Router
@@ -149,11 +150,9 @@ class SimulatedInstance:
         self.journal = CacheJournal(sizes.block_size)
         self.manager = HierarchyBlockManagerPool(
             self,
-            num_device_blocks=sizes.device,
-            num_host_blocks=sizes.host,
-            block_size=sizes.block_size,
+            [TypeSizes("KV", 0, sizes.device, sizes.host, 1)],
+            BookSettings(sizes.block_size, limits=ReadLimits(timeout_ms=0)),
             store_enabled=store is not None,
-            limits=ReadLimits(timeout_ms=0),
             journal=self.journal,
         )
         self.scheduler = Scheduler(
@@ -172,7 +171,7 @@ class SimulatedInstance:
         if isinstance(message, TransferBlocks):
             count = sum(len(mapping.device) for mapping in message.target_mappings)
             self._num_loaded += count
-            self._answers.append(lambda: self.manager.loads.on_ack(TransferAck(message.batch_id, 0, count)))
+            self._answers.append(lambda: self.manager.on_worker(TransferAck(message.batch_id, 0, count)))
         elif isinstance(message, TransferKvBlocks):
             self._answers.append(lambda: self._write_back(message))
         elif isinstance(message, PrefetchFromStorage):
@@ -186,12 +185,12 @@ class SimulatedInstance:
             if plan.put:
                 starts = range(0, len(mapping.hashes), HASH_BYTES)
                 self._store.update(mapping.hashes[start : start + HASH_BYTES] for start in starts)
-        self.manager.write_back.on_copied(OffloadCopied(plan.transfer_id, 0, count))
-        self.manager.write_back.on_stored(OffloadStored(plan.transfer_id, 0, count if plan.put else 0))
+        self.manager.on_worker(OffloadCopied(plan.transfer_id, 0, count))
+        self.manager.on_worker(OffloadStored(plan.transfer_id, 0, count if plan.put else 0))
 
     def _read(self, plan: PrefetchFromStorage, hashes: Iterable[bytes]) -> None:
         hits = bytes(HIT if one in self._store else MISS for one in hashes)
-        self.manager.store_reads.on_answer(PrefetchAnswer(plan.prefetch_id, plan.offset, 0, hits))
+        self.manager.on_worker(PrefetchAnswer(plan.prefetch_id, plan.offset, 0, hits))
         self.wake()
 
     # ------------------------------------------------------------------------------------------ as an engine

@@ -17,7 +17,7 @@ from simulation.rows import hashes_of
 from xllm_hier.engine.blocks.books import HierarchyBlockManagerPool
 from xllm_hier.engine.blocks.journal import CacheJournal
 from xllm_hier.engine.blocks.policy import RestorePolicy
-from xllm_hier.engine.blocks.store_reads import ReadLimits
+from xllm_hier.engine.blocks.settings import BookSettings, ReadLimits
 from xllm_hier.engine.steps.audit import Auditor
 from xllm_hier.engine.steps.scheduler import Scheduler
 from xllm_hier.plans import (
@@ -39,6 +39,7 @@ from xllm_hier.plans import (
     TransferAck,
     TransferBlocks,
     TransferKvBlocks,
+    TypeSizes,
     ints,
 )
 
@@ -114,7 +115,7 @@ class SimulatedWorkers:
                 )
             for rank in range(self.num_workers):
                 ack = TransferAck(plan.batch_id, rank, len(mapping.device))
-                self.pending.append(lambda manager, ack=ack: manager.loads.on_ack(ack))
+                self.pending.append(lambda manager, ack=ack: manager.on_worker(ack))
 
     def _offload(self, plan: TransferKvBlocks) -> None:
         (mapping,) = plan.target_mappings
@@ -140,7 +141,7 @@ class SimulatedWorkers:
         def stored(rank: int) -> Callable[[HierarchyBlockManagerPool], None]:
             def answer(manager: HierarchyBlockManagerPool) -> None:
                 put()
-                manager.write_back.on_stored(OffloadStored(plan.transfer_id, rank, len(reached)))
+                manager.on_worker(OffloadStored(plan.transfer_id, rank, len(reached)))
 
             return answer
 
@@ -148,7 +149,7 @@ class SimulatedWorkers:
             def answer(manager: HierarchyBlockManagerPool) -> None:
                 copy()
                 count = len(mapping.device) - (rank == failed_rank)
-                manager.write_back.on_copied(OffloadCopied(plan.transfer_id, rank, count))
+                manager.on_worker(OffloadCopied(plan.transfer_id, rank, count))
                 self.pending.append(stored(rank))
 
             return answer
@@ -183,7 +184,7 @@ class SimulatedWorkers:
 
             def answer(manager: HierarchyBlockManagerPool, rank: int = rank, bits: bytes = bits) -> None:
                 fill()
-                manager.store_reads.on_answer(PrefetchAnswer(plan.prefetch_id, plan.offset, rank, bits))
+                manager.on_worker(PrefetchAnswer(plan.prefetch_id, plan.offset, rank, bits))
                 if rank == bad_rank:
                     self.pending.append(write_late)
 
@@ -272,13 +273,14 @@ class Simulation:
         )
         self.manager = HierarchyBlockManagerPool(
             self.workers,
-            num_device_blocks=self.num_device,
-            num_host_blocks=self.num_host,
-            block_size=self.block_size,
-            enable_prefix_cache=self.enable_prefix_cache,
+            [TypeSizes("KV", 0, self.num_device, self.num_host, 1)],
+            BookSettings(
+                self.block_size,
+                prefix_cache=self.enable_prefix_cache,
+                decode_kv_reuse=self.decode_kv_reuse,
+                limits=ReadLimits(self.prefetch_batch_size, timeout_ms=0, deadline_ms=self.prefetch_deadline_ms),
+            ),
             store_enabled=self.store,
-            decode_kv_reuse=self.decode_kv_reuse,
-            limits=ReadLimits(self.prefetch_batch_size, timeout_ms=0, deadline_ms=self.prefetch_deadline_ms),
             policy=self.policy,
             journal=self.journal,
         )

@@ -36,7 +36,7 @@ def test_a_restored_prefix_that_is_right_is_found_equal_and_its_blocks_return(nu
     simulation = audited(num_workers=num_workers)
     assert simulation.ask(PROMPT) == reference(PROMPT, 3)
     assert results(simulation) == {"equal": 1}
-    assert simulation.manager.device.num_pinned == 0
+    assert simulation.manager.pools.first.device.num_pinned == 0
     assert simulation.ask(PROMPT) == reference(PROMPT, 3)
     assert results(simulation) == {"equal": 1}, "a prefix from the device is not audited"
 
@@ -61,15 +61,15 @@ def test_a_wrong_block_ends_all_restoring_until_everything_is_emptied(tier: str)
         simulation.manager.clear("host")
         simulation.workers.store[block_hash][1] = b"of other"
     else:
-        simulation.workers.host[simulation.manager.host.find(block_hash) or 0][1] = b"of other"
+        simulation.workers.host[simulation.manager.pools.first.host.find(block_hash) or 0][1] = b"of other"
     simulation.ask(PROMPT)
     auditor, manager = simulation.scheduler.auditor, simulation.manager
     assert results(simulation) == {"different": 1} and auditor.alarm
-    before = dict(manager.account.tokens)
+    before = dict(manager.ledger.account.tokens)
     for _ in range(2):
         assert simulation.ask(PROMPT) == reference(PROMPT, 3)
         manager.clear("device")
-    after = manager.account.tokens
+    after = manager.ledger.account.tokens
     assert (after["host"], after["store"]) == (before["host"], before["store"])
     manager.clear("host")
     simulation.workers.store.clear()
@@ -77,13 +77,13 @@ def test_a_wrong_block_ends_all_restoring_until_everything_is_emptied(tier: str)
     simulation.ask(PROMPT)
     manager.clear("device")
     assert simulation.ask(PROMPT) == reference(PROMPT, 3)
-    assert manager.account.tokens["host"] > before["host"] and results(simulation)["equal"] == 1
+    assert manager.ledger.account.tokens["host"] > before["host"] and results(simulation)["equal"] == 1
 
 
 def spoil(simulation: Simulation) -> None:
     """One position of a host block holds what another model computed; its checksum is right."""
     block_hash = next(iter(simulation.workers.store))
-    simulation.workers.host[simulation.manager.host.find(block_hash) or 0][1] = b"of other"
+    simulation.workers.host[simulation.manager.pools.first.host.find(block_hash) or 0][1] = b"of other"
 
 
 def test_who_runs_on_wrong_blocks_when_the_alarm_comes_neither_goes_on_nor_leaves_blocks_behind() -> None:
@@ -124,7 +124,7 @@ def test_an_alarm_in_the_middle_of_a_step_leaves_nothing_that_the_step_has_publi
     """A long prompt goes on from the wrong blocks when the ranks' verdict comes, while its step is being computed."""
     simulation = audited(max_tokens=64, chunk_tokens=8)
     for block_hash in list(simulation.workers.store):  # the last position, from which the next block is computed
-        simulation.workers.host[simulation.manager.host.find(block_hash) or 0][3] = b"of other"
+        simulation.workers.host[simulation.manager.pools.first.host.find(block_hash) or 0][3] = b"of other"
     simulation.add(PROMPT, 1)
     auditor = simulation.scheduler.auditor
     while not auditor.comparing:
@@ -178,20 +178,20 @@ def test_rounding_is_an_alarm_only_where_bits_must_be_equal() -> None:
 
 def test_requests_come_first_and_an_audit_lets_go_of_its_blocks_for_them() -> None:
     simulation = audited(num_workers=1)
-    simulation.manager.device.check()
+    simulation.manager.pools.first.device.check()
     simulation.ask(PROMPT, 1)
     simulation.manager.clear("device")
     auditor = simulation.scheduler.auditor
     simulation.add(PROMPT, 1)
     while not auditor.has_work:
         simulation.step()
-    taken = simulation.manager.device.allocate(simulation.manager.device.num_available - 1)
+    taken = simulation.manager.pools.first.device.allocate(simulation.manager.pools.first.device.num_available - 1)
     assert taken is not None
     simulation.add(OTHER, 2)
     simulation.run()
     assert results(simulation)["given_up"] == 1
-    simulation.manager.device.unpin(taken)
-    assert simulation.manager.device.num_pinned == 0
+    simulation.manager.pools.first.device.unpin(taken)
+    assert simulation.manager.pools.first.device.num_pinned == 0
 
 
 def test_a_comparison_nobody_asked_for_and_a_second_verdict_are_ignored() -> None:

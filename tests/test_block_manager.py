@@ -8,7 +8,8 @@ import pytest
 from simulated_workers import Simulation, reference
 
 from xllm_hier.engine.blocks.prefetch import PrefetchResult
-from xllm_hier.engine.blocks.store_reads import QUARANTINE_S, ReadLimits
+from xllm_hier.engine.blocks.read_targets import QUARANTINE_S
+from xllm_hier.engine.blocks.settings import ReadLimits
 from xllm_hier.plans import (
     HIT,
     MISS,
@@ -62,7 +63,7 @@ def test_a_stored_prompt_is_read_in_batches_and_counted_as_store() -> None:
 def test_only_the_holes_are_asked_for() -> None:
     simulation = Simulation()
     warm(simulation, clear=())
-    device = simulation.manager.device
+    device = simulation.manager.pools.first.device
     last = device.find(simulation_hash(simulation, PROMPT, 3))
     assert last is not None
     device.withdraw(last)
@@ -96,10 +97,10 @@ def test_nothing_is_published_before_every_worker_has_answered() -> None:
     answers[0](simulation.manager)
     simulation.scheduler.poll_prefetches()
     assert len(simulation.scheduler.prefetching) == 1
-    assert simulation.manager.host.num_evictable == 0
+    assert simulation.manager.pools.first.host.num_evictable == 0
     simulation.workers.pending = answers[1:]
     simulation.run()
-    assert simulation.manager.account.tokens["store"] == 16
+    assert simulation.manager.ledger.account.tokens["store"] == 16
 
 
 def test_a_block_that_one_rank_lacks_is_a_miss_for_all() -> None:
@@ -110,8 +111,8 @@ def test_a_block_that_one_rank_lacks_is_a_miss_for_all() -> None:
     simulation.workers.pending.clear()
     simulation.workers.host[batch.host[0]] = list(simulation.workers.store[batch.hashes[:16]])
     manager = simulation.manager
-    manager.store_reads.on_answer(PrefetchAnswer(batch.prefetch_id, 0, 0, b"\1\1\1\1"))
-    manager.store_reads.on_answer(PrefetchAnswer(batch.prefetch_id, 0, 1, b"\1\0\1\1"))
+    manager.reads.on_answer(PrefetchAnswer(batch.prefetch_id, 0, 0, b"\1\1\1\1"))
+    manager.reads.on_answer(PrefetchAnswer(batch.prefetch_id, 0, 1, b"\1\0\1\1"))
     simulation.run()
     assert simulation.usage(request_id) == (0, 0, 4, 13)
 
@@ -157,10 +158,10 @@ def test_an_aborted_prefetch_keeps_its_targets_until_every_answer_is_in() -> Non
     simulation.scheduler.abort(request_id)
     for _ in range(3):
         simulation.step()
-    assert simulation.manager.host.num_pinned == 4 and request_id in simulation.scheduler.sequences
+    assert simulation.manager.pools.first.host.num_pinned == 4 and request_id in simulation.scheduler.sequences
     simulation.share = 1.0
     simulation.run()
-    assert simulation.manager.host.num_pinned == 0
+    assert simulation.manager.pools.first.host.num_pinned == 0
     assert simulation.outputs[request_id][-1].finish_reason == "abort"
 
 
@@ -172,9 +173,9 @@ def test_late_double_and_unknown_answers_are_ignored() -> None:
     answers, simulation.workers.pending = simulation.workers.pending, []
     for answer in (*answers, *answers):
         answer(simulation.manager)
-    simulation.manager.store_reads.on_answer(PrefetchAnswer(10**6, 0, 0, b"\1"))
+    simulation.manager.reads.on_answer(PrefetchAnswer(10**6, 0, 0, b"\1"))
     simulation.run()
-    simulation.manager.store_reads.on_answer(PrefetchAnswer(batch.prefetch_id, 0, 0, b"\0\0"))
+    simulation.manager.reads.on_answer(PrefetchAnswer(batch.prefetch_id, 0, 0, b"\0\0"))
     simulation.manager.check()
     assert simulation.answered[request_id] == reference(PROMPT, 3)
 
@@ -184,12 +185,12 @@ def test_a_request_whose_blocks_are_all_here_does_not_wait_for_anothers_read() -
     warm(simulation, clear=("device", "host"))
     simulation.share = 0.0
     simulation.add(PROMPT)  # its read of four blocks never ends
-    simulation.manager.store_enabled = False
+    simulation.manager.use_store(False)
     computed = simulation.add([*PROMPT[:12], 40], 1)
     for _ in range(4):
         simulation.step()
     assert computed in simulation.answered
-    simulation.manager.store_enabled = True
+    simulation.manager.use_store(True)
     quick = simulation.add([*PROMPT[:12], 41], 2)
     for _ in range(4):
         simulation.step()
@@ -206,20 +207,20 @@ def test_the_target_of_a_read_that_may_still_write_is_left_alone_for_a_while(mon
     simulation.workers.pending.clear()
     simulation.workers.host[batch.host[0]] = list(simulation.workers.store[batch.hashes[:16]])
     answer = bytes([HIT, UNKNOWN, HIT, MISS])
-    simulation.manager.store_reads.on_answer(PrefetchAnswer(batch.prefetch_id, 0, 0, answer))
+    simulation.manager.reads.on_answer(PrefetchAnswer(batch.prefetch_id, 0, 0, answer))
     simulation.run()
     manager = simulation.manager
-    assert [block for _, _, block in manager.store_reads.quarantine] == [batch.host[1]]
+    assert [block for _, _, block in manager.reads.targets.quarantine] == [batch.host[1]]
     assert manager.block_counts()["host"]["KV"]["quarantined"] == 1
     assert manager.block_counts()["host"]["KV"]["pinned"] == 0
-    taken = manager.host.allocate(manager.host.num_available)
+    taken = manager.pools.first.host.allocate(manager.pools.first.host.num_available)
     assert taken is not None and batch.host[1] not in taken
     now[0] += QUARANTINE_S - 1
-    manager.store_reads.release_quarantine()
-    assert manager.host.num_available == 0
+    manager.reads.targets.release_quarantine()
+    assert manager.pools.first.host.num_available == 0
     now[0] += 2
-    manager.store_reads.release_quarantine()
-    assert manager.host.allocate(1) == [batch.host[1]]
+    manager.reads.targets.release_quarantine()
+    assert manager.pools.first.host.allocate(1) == [batch.host[1]]
 
 
 @pytest.mark.parametrize("deadline_ms", [0, 250])
@@ -234,7 +235,7 @@ def test_a_read_given_up_leaves_its_targets_alone_until_every_rank_has_ended_it(
     request_id = simulation.add(PROMPT)
     (batch,) = sent(simulation, PrefetchFromStorage)
     simulation.workers.pending.clear()
-    reads = simulation.manager.store_reads
+    reads = simulation.manager.reads
     now[0] += deadline_ms / 1000 if deadline_ms else ReadLimits().silence_s
     simulation.step()
     assert request_id not in simulation.answered, "not before the limit"
@@ -244,18 +245,18 @@ def test_a_read_given_up_leaves_its_targets_alone_until_every_rank_has_ended_it(
     assert simulation.answered[request_id] == reference(PROMPT, 3) and reads.num_timeouts == 1
     assert simulation.usage(request_id) == (0, 0, 0, 17)
     simulation.run()
-    assert reads.num_left_alone == 4 == simulation.manager.host.num_pinned
+    assert reads.targets.num_left_alone == 4 == simulation.manager.pools.first.host.num_pinned
     now[0] += 10 * QUARANTINE_S
-    reads.release_quarantine()
-    assert reads.num_left_alone == 4, "however long it takes"
+    reads.targets.release_quarantine()
+    assert reads.targets.num_left_alone == 4, "however long it takes"
     reads.on_answer(PrefetchAnswer(batch.prefetch_id, 0, 1, bytes([HIT, UNKNOWN, MISS, HIT])))
     reads.on_answer(PrefetchAnswer(batch.prefetch_id, 0, 1, bytes(4)))  # once more: nothing to it
-    assert reads.num_left_alone == 4, "the other rank still reads"
+    assert reads.targets.num_left_alone == 4, "the other rank still reads"
     reads.on_answer(PrefetchAnswer(batch.prefetch_id, 0, 0, bytes([HIT] * 4)))
-    assert [block for _, _, block in reads.quarantine] == [batch.host[1]] and reads.num_left_alone == 1
+    assert [block for _, _, block in reads.targets.quarantine] == [batch.host[1]] and reads.targets.num_left_alone == 1
     now[0] += QUARANTINE_S
-    reads.release_quarantine()
-    assert reads.num_left_alone == 0 == simulation.manager.host.num_pinned
+    reads.targets.release_quarantine()
+    assert reads.targets.num_left_alone == 0 == simulation.manager.pools.first.host.num_pinned
 
 
 def test_a_deadline_counts_from_the_arrival_also_for_who_waits_for_the_reads_of_others(
@@ -359,7 +360,8 @@ def test_hits_equal_a_brute_force_search_whatever_each_tier_holds(length: int) -
         for index in range(4):
             block_hash = simulation_hash(simulation, PROMPT, index)
             tiers = [tier for tier in ("device", "host") if dice.random() < 0.6]
-            for tier, pool in (("device", simulation.manager.device), ("host", simulation.manager.host)):
+            first = simulation.manager.pools.first
+            for tier, pool in (("device", first.device), ("host", first.host)):
                 block = pool.find(block_hash)
                 if tier not in tiers and block is not None:
                     pool.withdraw(block)
@@ -410,14 +412,14 @@ def test_without_prefix_cache_everything_is_computed() -> None:
 def test_an_allocation_that_fails_takes_nothing() -> None:
     simulation = Simulation(num_device=6)
     warm(simulation)
-    holder = simulation.manager.device.allocate(3)
+    holder = simulation.manager.pools.first.device.allocate(3)
     assert holder is not None
     simulation.add(PROMPT)
     before = simulation.manager.block_counts()
     for _ in range(3):
         simulation.step()
     assert simulation.manager.block_counts()["device"] == before["device"]
-    simulation.manager.device.unpin(holder)
+    simulation.manager.pools.first.device.unpin(holder)
     simulation.run()
     assert simulation.answered["r1"] == reference(PROMPT, 3)
 
@@ -456,10 +458,10 @@ def test_content_the_host_holds_is_not_written_back_again() -> None:
 
 def test_without_room_on_the_host_nothing_is_reserved_and_the_answer_is_the_same() -> None:
     simulation = Simulation(num_host=1, chunk_tokens=16, max_tokens=32)
-    holder = simulation.manager.host.allocate(1)
+    holder = simulation.manager.pools.first.host.allocate(1)
     assert simulation.ask(PROMPT) == reference(PROMPT, 3)
     assert not sent(simulation, TransferKvBlocks)
-    simulation.manager.host.unpin(holder or [])
+    simulation.manager.pools.first.host.unpin(holder or [])
 
 
 def test_the_host_prefix_is_published_only_if_every_rank_copied_every_block() -> None:
@@ -477,7 +479,7 @@ def test_host_blocks_stay_pinned_until_the_store_has_them() -> None:
     simulation.add(PROMPT, 1)
     simulation.step()
     (plan,) = sent(simulation, TransferKvBlocks)
-    pool = simulation.manager.host
+    pool = simulation.manager.pools.first.host
     copied, simulation.workers.pending = simulation.workers.pending, []
     for answer in copied:
         answer(simulation.manager)
@@ -488,12 +490,12 @@ def test_host_blocks_stay_pinned_until_the_store_has_them() -> None:
 
 def test_a_block_whose_write_back_was_skipped_is_written_when_it_is_used_again() -> None:
     simulation = Simulation()
-    holder = simulation.manager.host.allocate(16)
+    holder = simulation.manager.pools.first.host.allocate(16)
     simulation.ask(PROMPT, 1)
     assert not sent(simulation, TransferKvBlocks) and not simulation.workers.store
-    simulation.manager.host.unpin(holder or [])
+    simulation.manager.pools.first.host.unpin(holder or [])
     simulation.ask(PROMPT, 1)
-    assert len(simulation.workers.store) == 4 and simulation.manager.host.num_evictable == 4
+    assert len(simulation.workers.store) == 4 and simulation.manager.pools.first.host.num_evictable == 4
 
 
 def test_blocks_that_did_not_reach_the_store_are_put_again_once_it_works() -> None:
@@ -507,7 +509,7 @@ def test_blocks_that_did_not_reach_the_store_are_put_again_once_it_works() -> No
     simulation.ask(list(range(30, 39)), 1)  # new blocks are written anyway, and show that it works
     assert len(simulation.workers.store) == 2
     simulation.ask(PROMPT, 1)
-    assert len(simulation.workers.store) == 6 and simulation.manager.host.num_pinned == 0
+    assert len(simulation.workers.store) == 6 and simulation.manager.pools.first.host.num_pinned == 0
 
 
 def test_a_block_that_one_rank_could_not_store_is_put_again_whichever_rank_answers_last() -> None:
@@ -602,37 +604,34 @@ def test_usage_counts_every_prompt_token_once_and_keeps_the_first_account_over_p
     simulation.run()
     assert simulation.scheduler.num_preemptions > 0
     assert all(sum(simulation.usage(request_id)) == 5 for request_id in ids)
-    assert sum(simulation.manager.account.tokens.values()) == 15
+    assert sum(simulation.manager.ledger.account.tokens.values()) == 15
 
 
 def test_usage_says_computed_when_the_load_of_a_hit_failed() -> None:
     simulation = Simulation()
     warm(simulation)
     simulation.workers.faults.load = 1.0
-    before = dict(simulation.manager.account.tokens)
+    before = dict(simulation.manager.ledger.account.tokens)
     request_id = simulation.add(PROMPT)
     for _ in range(8):
         simulation.step()
     assert simulation.answered[request_id] == reference(PROMPT, 3)
     assert simulation.usage(request_id) == (0, 0, 0, 17)
-    after = simulation.manager.account.tokens
+    after = simulation.manager.ledger.account.tokens
     assert {tier: after[tier] - before[tier] for tier in after} == {"device": 0, "host": 0, "store": 0, "computed": 17}
 
 
-def test_a_crowd_behind_one_prompt_is_not_looked_through_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crowd_behind_one_prompt_is_not_looked_through_at_every_step() -> None:
     simulation = Simulation(num_device=40, store=False, chunk_tokens=4, max_tokens=8)
     prompt = list(range(1, 42))
     simulation.add(prompt, 1)
     simulation.step()
     crowd = [simulation.add(prompt, 1) for _ in range(20)]
     simulation.step()
-    looked: list[object] = []
-    original = simulation.manager._num_restorable
-    monkeypatch.setattr(simulation.manager, "_num_restorable", lambda s: looked.append(s) or original(s))
+    looked = simulation.manager.ledger.prefix.num_lookups
     for _ in range(5):
         simulation.step()
-    assert not looked
-    monkeypatch.undo()
+    assert simulation.manager.ledger.prefix.num_lookups == looked
     simulation.run()
     assert all(simulation.usage(request_id) == (40, 0, 0, 1) for request_id in crowd)
 

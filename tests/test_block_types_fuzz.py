@@ -379,7 +379,7 @@ def test_random_traffic_gets_the_bits_of_each_request_alone_without_a_cache(
     for life in range(2):
         instance = store.start(folder, **settings)
         if settings.get("speculative_algorithm") == "ngram":
-            instance.core.scheduler.propose = traffic.guess
+            instance.core.scheduler.drafter.propose = traffic.guess
         for wave in range(2):
             wanted = {f"{life} {wave} {number}": traffic.next() for number in range(8)}
             play(instance, wanted, dice)

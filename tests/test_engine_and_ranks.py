@@ -152,7 +152,7 @@ def test_ranks_that_live_are_left_alone_however_long_nothing_happens(bench: Benc
 
 
 def test_a_copy_that_does_not_end_is_blamed_on_the_rank_that_does_not_answer(bench: Bench) -> None:
-    pool = bench.core.manager.device
+    pool = bench.core.manager.pools.first.device
     (block,) = pool.allocate(1) or [0]
     bench.core.manager.pools[BlockType.KV].host = BlockPool(4)
     bench.core.manager.write_back.queue(BlockType.KV, block, bytes(16), bytes(16), None, put=False)

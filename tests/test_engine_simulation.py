@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -18,16 +18,19 @@ from simulation.scripts import DEADLY, FAMILIES, GENTLE, HARSH, PROBING, Script,
 from simulation.world import Settings, World
 
 from xllm_hier.block import BlockType, RestoreRule, common_boundary
-from xllm_hier.engine.blocks import books as block_manager
-from xllm_hier.engine.blocks import write_back
+from xllm_hier.engine.blocks import prefetch, prefix, write_back
 from xllm_hier.engine.blocks.books import HierarchyBlockManagerPool
-from xllm_hier.engine.blocks.drafting import Drafting
+from xllm_hier.engine.blocks.canonical import CanonicalBlocks
 from xllm_hier.engine.blocks.host_loads import Loads
 from xllm_hier.engine.blocks.prefetch import PrefetchResult
+from xllm_hier.engine.blocks.prefix import Prefix
+from xllm_hier.engine.blocks.publishing import Publishing
 from xllm_hier.engine.blocks.sequence import Sequence
+from xllm_hier.engine.blocks.settings import Drafting
 from xllm_hier.engine.blocks.store_reads import _Probe
 from xllm_hier.engine.blocks.types import TypePools
 from xllm_hier.engine.blocks.write_back import WriteBack
+from xllm_hier.engine.steps import step
 from xllm_hier.engine.steps.scheduler import Scheduler
 from xllm_hier.plans import (
     HIT,
@@ -66,7 +69,7 @@ def test_random_schedules_meet_what_they_are_meant_to_meet() -> None:
             world = replay(draw(family, seed))
             manager = world.manager
             met.update(world.ranks.done)
-            met.update({f"tokens of {tier}": tokens for tier, tokens in manager.account.tokens.items()})
+            met.update({f"tokens of {tier}": tokens for tier, tokens in manager.ledger.account.tokens.items()})
             met.update(str(asked.end and (asked.end.finish_reason, asked.status)) for asked in world.asked.values())
             for plan in (PrefetchFromStorage, TransferBlocks, TransferKvBlocks):
                 for message in world.sent(plan):
@@ -109,8 +112,9 @@ def test_a_script_is_replayed_as_it_was_printed() -> None:
 # ------------------------------------------------------------------------------------------ planted bugs are found
 
 
-def a_hit_needs_the_word_of_one_rank_only(result: PrefetchResult, column: int) -> bool:
-    return any(row[column] for row in result._hits)
+def a_block_needs_the_word_of_one_rank_only(bitmaps: Collection[bytes], num_blocks: int) -> bytes:
+    said = zip(*(bitmap for bitmap in bitmaps if len(bitmap) == num_blocks), strict=True)
+    return bytes(HIT if HIT in one else max(one) for one in said) or bytes(num_blocks)
 
 
 def a_read_that_may_still_write_is_over(_result: PrefetchResult, _column: int) -> bool:
@@ -122,21 +126,21 @@ def a_failed_load_is_as_good_as_another(loads: Loads, batch_ids: list[int], _: o
 
 
 def a_copy_is_whole_when_one_rank_says_so(write_back: WriteBack, transfer_id: int, offload: Any) -> None:
-    best = max(offload.copied.values())
-    offload.copied.update(dict.fromkeys(offload.copied, best))
-    FINISH_COPY(write_back, transfer_id, offload)
+    best = max(offload.copied.by_rank.values())
+    offload.copied.by_rank.update(dict.fromkeys(offload.copied.by_rank, best))
+    COMMIT_COPY(write_back, transfer_id, offload)
 
 
 def a_head_finds_the_hidden_state_before_a_restored_prefix_somewhere(
-    manager: HierarchyBlockManagerPool, sequence: Sequence, num_restored: int
+    _prefix: Prefix, sequence: Sequence, num_restored: int
 ) -> int:
-    return max(0, min(num_restored * manager.block_size, sequence.reuse_limit))
+    return max(0, min(num_restored * sequence.block_size, sequence.reuse_limit))
 
 
 def a_draft_model_is_not_told_the_token_behind_a_chunk(
-    scheduler: Scheduler, sequence: Sequence, end: int, _next_token: int, num_drafts: int = 0
+    manager: HierarchyBlockManagerPool, sequence: Sequence, end: int, _next_token: int, num_drafts: int = 0
 ) -> dict[str, Any]:
-    return FIELDS(scheduler, sequence, end, -1, num_drafts)
+    return FIELDS(manager, sequence, end, -1, num_drafts)
 
 
 def what_a_rejected_draft_left_is_taken_for_computed(
@@ -153,8 +157,8 @@ def the_newest_token_needs_no_block(_drafting: Drafting) -> int:
 def a_window_slides_a_block_too_early(manager: HierarchyBlockManagerPool, sequence: Sequence) -> None:
     PUBLISH_COMPUTED(manager, sequence)
     pools = manager.pools[BlockType.SWA]
-    boundary = sequence.num_computed - sequence.num_computed % manager.block_size
-    pools.let_go(sequence.held[BlockType.SWA].take_before(pools.rule.needed(boundary).start + 1))
+    boundary = sequence.num_computed - sequence.num_computed % manager.settings.block_size
+    pools.release(sequence.held[BlockType.SWA].take_before(pools.rule.needed(boundary).start + 1))
 
 
 def a_window_is_restored_a_block_short(rule: RestoreRule, boundary: int) -> range:
@@ -167,7 +171,7 @@ def blocks_that_need_no_others_are_a_tree_too(_pools: TypePools, parent_hash: by
 
 
 def what_one_rank_found_is_there(probe: _Probe) -> set[tuple[BlockType, int]]:
-    said = [b"".join(hits) for hits in probe.answers.values()]
+    said = list(probe.answers.by_rank.values())
     return {
         column
         for place, column in enumerate(probe.columns)
@@ -202,14 +206,12 @@ def decoded_blocks_are_recomputed_without_the_window_before_them(*_: object) -> 
     return True
 
 
-def only_a_failed_load_of_the_first_type_counts(
-    _manager: HierarchyBlockManagerPool, sequence: Sequence, blocks: set[tuple[BlockType, int]]
-) -> bool:
+def only_a_failed_load_of_the_first_type_counts(sequence: Sequence, blocks: set[tuple[BlockType, int]]) -> bool:
     return any(block in sequence.device_blocks for kind, block in blocks if kind is sequence.types[0])
 
 
-def a_sequence_holds_all_its_checkpoints(manager: HierarchyBlockManagerPool, sequence: Sequence) -> None:
-    manager._publish(sequence, manager._num_publishable(sequence), put=True)
+def a_sequence_holds_all_its_checkpoints(publishing: Publishing, sequence: Sequence) -> None:
+    publishing.publish(sequence, publishing.num_publishable(sequence), put=True)
 
 
 def the_checkpoint_that_a_sequence_goes_on_from_is_let_go_of(
@@ -218,14 +220,12 @@ def the_checkpoint_that_a_sequence_goes_on_from_is_let_go_of(
     PUBLISH_COMPUTED(manager, sequence)
     pools, held = manager.pools[BlockType.LINEAR], sequence.held[BlockType.LINEAR]
     for number in held.numbers(sequence.num_published):
-        pools.let_go([held.block(number)])
+        pools.release([held.block(number)])
         held.put(number, HOLE)
 
 
-def the_last_token_of_a_recurrent_model_is_computed_again(
-    manager: HierarchyBlockManagerPool, sequence: Sequence
-) -> int:
-    return -(-sequence.reuse_limit // manager.block_size) if manager._shares(sequence) else 0
+def the_last_token_of_a_recurrent_model_is_computed_again(prefix: Prefix, sequence: Sequence) -> int:
+    return -(-sequence.reuse_limit // sequence.block_size) if prefix.shares(sequence) else 0
 
 
 def a_draft_has_blocks_of_all_types(mappings: list[BlockMapping], types: tuple[str, ...]) -> list[BlockMapping]:
@@ -236,21 +236,21 @@ def one_type_decides_the_boundary(rules: list[RestoreRule], has: Callable[[Block
     return common_boundary(rules[:1], has, limit)
 
 
-FINISH_STEP, FINISH_COPY = Loads.finish, WriteBack._finish_copy
-FIELDS, APPEND_ALL = Scheduler._fields, Scheduler._append_all
+FINISH_STEP, COMMIT_COPY = Loads.finish, WriteBack._commit_copy
+FIELDS, APPEND_ALL = step._fields, Scheduler._append_all
 PUBLISH_COMPUTED, NEEDED = HierarchyBlockManagerPool.publish_computed, RestoreRule.needed
 MOVE_STATES = HierarchyBlockManagerPool.move_states
 PLANTED: dict[Callable[..., Any], tuple[str, Any, str]] = {
-    a_hit_needs_the_word_of_one_rank_only: ("faults", PrefetchResult, "is_hit"),
+    a_block_needs_the_word_of_one_rank_only: ("faults", prefetch, "and_over_ranks"),
     a_read_that_may_still_write_is_over: ("faults", PrefetchResult, "is_unknown"),
     a_failed_load_is_as_good_as_another: ("faults", Loads, "finish"),
-    a_copy_is_whole_when_one_rank_says_so: ("faults", WriteBack, "_finish_copy"),
+    a_copy_is_whole_when_one_rank_says_so: ("faults", WriteBack, "_commit_copy"),
     a_head_finds_the_hidden_state_before_a_restored_prefix_somewhere: (
         "draft head",
-        HierarchyBlockManagerPool,
-        "_num_hit_tokens",
+        Prefix,
+        "num_hit_tokens",
     ),
-    a_draft_model_is_not_told_the_token_behind_a_chunk: ("draft model", Scheduler, "_fields"),
+    a_draft_model_is_not_told_the_token_behind_a_chunk: ("draft model", step, "_fields"),
     what_a_rejected_draft_left_is_taken_for_computed: ("draft model", Scheduler, "_append_all"),
     the_newest_token_needs_no_block: ("draft head", Drafting, "ahead"),
     a_window_slides_a_block_too_early: ("windows", HierarchyBlockManagerPool, "publish_computed"),
@@ -260,17 +260,17 @@ PLANTED: dict[Callable[..., Any], tuple[str, Any, str]] = {
     a_step_leaves_its_state_where_it_found_it: ("states", HierarchyBlockManagerPool, "move_states"),
     the_state_behind_all_drafts_is_that_behind_the_right_ones: ("states", HierarchyBlockManagerPool, "move_states"),
     a_chunk_ends_where_the_budget_does: ("windows and states", Scheduler, "_chunk"),
-    decoded_blocks_are_recomputed_without_the_window_before_them: ("windows", HierarchyBlockManagerPool, "_hold_again"),
-    only_a_failed_load_of_the_first_type_counts: ("windows and a draft model", HierarchyBlockManagerPool, "holds_any"),
-    a_sequence_holds_all_its_checkpoints: ("states", HierarchyBlockManagerPool, "publish_computed"),
+    decoded_blocks_are_recomputed_without_the_window_before_them: ("windows", CanonicalBlocks, "hold_again"),
+    only_a_failed_load_of_the_first_type_counts: ("windows and a draft model", Sequence, "holds_any"),
+    a_sequence_holds_all_its_checkpoints: ("states", Publishing, "publish_computed"),
     the_checkpoint_that_a_sequence_goes_on_from_is_let_go_of: (
         "states",
         HierarchyBlockManagerPool,
         "publish_computed",
     ),
-    the_last_token_of_a_recurrent_model_is_computed_again: ("states", HierarchyBlockManagerPool, "_num_candidates"),
+    the_last_token_of_a_recurrent_model_is_computed_again: ("states", Prefix, "num_candidates"),
     a_draft_has_blocks_of_all_types: ("windows and a draft model", write_back, "draft_part"),
-    one_type_decides_the_boundary: ("windows and states", block_manager, "common_boundary"),
+    one_type_decides_the_boundary: ("windows and states", prefix, "common_boundary"),
 }
 
 
@@ -356,7 +356,7 @@ def test_a_clear_waits_for_what_is_under_way_so_that_nothing_comes_back_behind_i
     world.run(until=lambda: asked.end is not None)
     world.call("clear_cache", tiers=["device", "host"])
     world.run()
-    assert world.manager.host.num_evictable == world.manager.device.num_evictable == 0
+    assert world.manager.pools.first.host.num_evictable == world.manager.pools.first.device.num_evictable == 0
 
 
 def test_a_clear_waits_for_five_seconds_at_most_and_a_question_for_thirty() -> None:

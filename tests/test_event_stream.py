@@ -41,7 +41,7 @@ class Engine:
         config = EngineConfig(
             enable_kv_events=True, heart_beat_interval=0.05, kv_events_port=events, kv_events_replay_port=replay
         )
-        self.publisher = KvPublisher(self._context, config, journal, [KV], incarnation, load=lambda: {"num_open": 1})
+        self.publisher = KvPublisher(self._context, config, journal, [KV], incarnation, load={"num_open": 1})
         self.incarnation = incarnation
         self._lock = threading.Lock()
         self.silent = threading.Event()
@@ -53,7 +53,7 @@ class Engine:
         while not self._stop.wait(0.002):
             if not self.silent.is_set():
                 with self._lock:
-                    self.publisher.tick()
+                    self.publisher.tick({"num_open": 1} if self.publisher.heartbeat_due else None)
 
     def change(self, what: Callable[[], Any]) -> None:
         with self._lock:

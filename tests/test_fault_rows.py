@@ -208,7 +208,7 @@ def test_an_object_that_exists_and_cannot_be_read_is_a_miss_and_frees_its_target
         world.ranks.arm("read", ranks)
         usage = world.ask(PROMPT, 2).usage
         assert usage is not None and (usage.store, usage.computed) == (0, 17)
-        assert not world.manager.store_reads.quarantine and world.manager.host.num_pinned == 0
+        assert not world.manager.reads.targets.quarantine and world.manager.pools.first.host.num_pinned == 0
 
 
 def test_what_a_rank_says_first_counts_and_only_if_there_is_such_a_rank() -> None:

@@ -15,12 +15,14 @@ import pytest
 from xllm_hier.block import BlockType
 from xllm_hier.config import EngineConfig
 from xllm_hier.engine.blocks.books import HierarchyBlockManagerPool
-from xllm_hier.engine.blocks.drafting import Drafting
 from xllm_hier.engine.blocks.sequence import Sequence
+from xllm_hier.engine.blocks.settings import BookSettings, Drafting
+from xllm_hier.engine.blocks.types import Places
 from xllm_hier.engine.pair.decode import DecodeRole
-from xllm_hier.engine.pair.handover import Handover, Places, allocate, num_shared, numbered, places_of, take_over
+from xllm_hier.engine.pair.handover import Handover, numbered, places_of
 from xllm_hier.engine.pair.links import PeerEvent
 from xllm_hier.engine.pair.prefill import PrefillRole
+from xllm_hier.engine.steps.limits import RequestLimits
 from xllm_hier.engine.steps.scheduler import Scheduler
 from xllm_hier.errors import InvariantError
 from xllm_hier.peer_plans import (
@@ -66,24 +68,26 @@ class Link:
         self.sent.append(message)
 
 
-def books(*types: BlockType, head: bool = False, **changes: Any) -> HierarchyBlockManagerPool:
+def books(
+    *types: BlockType, head: bool = False, link: Link | None = None, store: bool = False, **changes: Any
+) -> HierarchyBlockManagerPool:
     sizes = [one for one in ALL if BlockType(one.block_type) in (types or (KV,))]
-    drafting = Drafting(3, True, True, ("KV",)) if head else None
-    return HierarchyBlockManagerPool(Link(), block_size=SIZE, types=sizes, drafting=drafting, **changes)
+    settings = BookSettings(SIZE, drafting=Drafting(3, True, True, ("KV",)) if head else Drafting(), **changes)
+    return HierarchyBlockManagerPool(link or Link(), sizes, settings, store_enabled=store)
 
 
 def arriving(manager: HierarchyBlockManagerPool, tokens: list[int] = PROMPT, name: str = "d") -> Sequence:
     request = AddRequest(name, ints(tokens), SamplingSpec(), 20)
-    return Sequence(request, SIZE, True, manager.types, remote=True)
+    return manager.new_sequence(request, remote=True)
 
 
 def leave(manager: HierarchyBlockManagerPool, tokens: list[int]) -> None:
     """A prompt's blocks are in the device prefix from now on, as if it had been taken over and had ended."""
     sequence = arriving(manager, tokens)
-    places = allocate(manager, sequence)
+    places = manager.allocate_for_peer(sequence)
     assert places is not None
     sequence.tokens.append(7)
-    take_over(manager, sequence, places)
+    manager.take_over(sequence, places)
     manager.deallocate(sequence)
 
 
@@ -102,13 +106,13 @@ def test_whatever_part_of_the_prefix_it_has_is_not_asked_for(count: int) -> None
     if count:
         leave(manager, PROMPT[: count * SIZE])
     sequence = arriving(manager)
-    places = allocate(manager, sequence)
+    places = manager.allocate_for_peer(sequence)
     assert numbers(places) == {KV: list(range(count, 5))}
-    assert places is not None and num_shared(sequence, places) == count
+    assert places is not None and sequence.num_shared(places) == count
     assert len(sequence.device_blocks) == 5 and len(set(sequence.device_blocks)) == 5
     manager.deallocate(sequence)
     manager.check()
-    assert manager.device.num_pinned == count, "those that are being written back"
+    assert manager.pools.first.device.num_pinned == count, "those that are being written back"
 
 
 def test_of_a_window_it_asks_for_its_last_blocks_and_of_states_for_the_last_one() -> None:
@@ -116,7 +120,7 @@ def test_of_a_window_it_asks_for_its_last_blocks_and_of_states_for_the_last_one(
     nothing hangs on the order or on placeholders."""
     manager = books(KV, SWA, LINEAR)
     sequence = arriving(manager)
-    assert numbers(allocate(manager, sequence)) == {KV: [0, 1, 2, 3, 4], SWA: [2, 3, 4], LINEAR: [0]}
+    assert numbers(manager.allocate_for_peer(sequence)) == {KV: [0, 1, 2, 3, 4], SWA: [2, 3, 4], LINEAR: [0]}
     assert sequence.held[SWA].blocks[:2] == [-1, -1] and len(sequence.live_states) == 1
 
 
@@ -125,13 +129,13 @@ def test_types_are_found_each_by_itself_since_the_peer_has_them_all() -> None:
     manager = books(KV, SWA, LINEAR)
     leave(manager, PROMPT)
     manager.pools[SWA].device.clear()
-    assert numbers(allocate(manager, arriving(manager))) == {KV: [4], SWA: [2, 3, 4], LINEAR: [0]}
+    assert numbers(manager.allocate_for_peer(arriving(manager))) == {KV: [4], SWA: [2, 3, 4], LINEAR: [0]}
 
 
 def test_a_draft_models_next_token_has_a_block_too() -> None:
     """With a head the place of the token behind the prompt is written before it comes: 16 tokens take five blocks."""
-    assert numbers(allocate(books(head=True), arriving(books(head=True), PROMPT[:16]))) == {KV: [0, 1, 2, 3, 4]}
-    assert numbers(allocate(books(), arriving(books(), PROMPT[:16]))) == {KV: [0, 1, 2, 3]}
+    assert numbers(books(head=True).allocate_for_peer(arriving(books(head=True), PROMPT[:16]))) == {KV: [0, 1, 2, 3, 4]}
+    assert numbers(books().allocate_for_peer(arriving(books(), PROMPT[:16]))) == {KV: [0, 1, 2, 3]}
 
 
 @pytest.mark.parametrize("lacking", [KV, SWA, LINEAR])
@@ -142,47 +146,49 @@ def test_without_room_for_one_type_nothing_of_any_is_taken(lacking: BlockType) -
     hogged = device.allocate(device.num_available) or []
     before = manager.block_counts()
     sequence = arriving(manager)
-    assert allocate(manager, sequence) is None
+    assert manager.allocate_for_peer(sequence) is None
     assert manager.block_counts() == before and not sequence.device_blocks and not sequence.probed
     device.unpin(hogged)
-    assert allocate(manager, sequence) is not None
+    assert manager.allocate_for_peer(sequence) is not None
     manager.check()
 
 
 def test_neither_host_nor_store_is_looked_at() -> None:
-    manager = books(store_enabled=True)
+    link = Link()
+    manager = books(link=link, store=True)
     leave(manager, PROMPT)
     for sequence in (arriving(manager),):
         for number in range(4):
-            (host,) = manager.host.allocate(1) or []
-            manager.host.publish(host, sequence.hash_of(number), sequence.parent_of(number))
+            (host,) = manager.pools.first.host.allocate(1) or []
+            manager.pools.first.host.publish(host, sequence.hash_of(number), sequence.parent_of(number))
         manager.clear("device")
-        assert numbers(allocate(manager, sequence)) == {KV: [0, 1, 2, 3, 4]}
-    assert manager.transfer_blocks() == [] and not any(isinstance(sent, TransferBlocks) for sent in manager.link.sent)
+        assert numbers(manager.allocate_for_peer(sequence)) == {KV: [0, 1, 2, 3, 4]}
+    assert manager.transfer_blocks() == [] and not any(isinstance(sent, TransferBlocks) for sent in link.sent)
 
 
 def test_who_shares_nothing_is_sent_everything() -> None:
-    manager = books(enable_prefix_cache=False)
+    manager = books(prefix_cache=False)
     leave(manager, PROMPT)
-    assert numbers(allocate(manager, arriving(manager))) == {KV: [0, 1, 2, 3, 4]}
+    assert numbers(manager.allocate_for_peer(arriving(manager))) == {KV: [0, 1, 2, 3, 4]}
 
 
 def test_what_was_taken_over_is_found_by_others_and_goes_to_the_host() -> None:
     """C13. A prompt that extends it shares its four full blocks; the fifth holds what the sequence alone goes on in."""
-    manager = books()
+    link = Link()
+    manager = books(link=link)
     sequence = arriving(manager)
-    places = allocate(manager, sequence)
+    places = manager.allocate_for_peer(sequence)
     assert places is not None
-    assert manager.device.find(sequence.hash_of(0)) is None, "not before it is filled"
+    assert manager.pools.first.device.find(sequence.hash_of(0)) is None, "not before it is filled"
     other = arriving(manager, PROMPT + PROMPT, "other")
     assert manager.is_being_computed(other), "it waits for what is on its way"
     sequence.tokens.append(7)
-    take_over(manager, sequence, places)
+    manager.take_over(sequence, places)
     assert not manager.is_being_computed(other)
-    assert numbers(allocate(manager, other))[KV][0] == 4
+    assert numbers(manager.allocate_for_peer(other))[KV][0] == 4
     assert sequence.num_computed == len(PROMPT) == sequence.write_from and sequence.num_published == 4
     manager.transfer_offload_blocks()
-    (plan,) = manager.link.sent
+    (plan,) = link.sent
     assert len(plan.target_mappings[0].device) == 4
 
 
@@ -191,7 +197,7 @@ def test_what_was_taken_over_is_found_by_others_and_goes_to_the_host() -> None:
 
 def computing(manager: HierarchyBlockManagerPool, num_tokens: int) -> Sequence:
     """A sequence whose first tokens are computed by the next step."""
-    sequence = Sequence(AddRequest("p", ints(PROMPT), SamplingSpec(), 20), SIZE, True, manager.types)
+    sequence = Sequence(AddRequest("p", ints(PROMPT), SamplingSpec(), 20), SIZE, True, manager.pools.types)
     assert manager.allocate(sequence, num_tokens)
     return sequence
 
@@ -316,11 +322,12 @@ class Decode:
 
     def __init__(self, mode: str, *types: BlockType, num_workers: int = 1) -> None:
         config = EngineConfig(model="x", enable_disagg_pd=True, instance_role="DECODE", kv_cache_transfer_mode=mode)
-        self.manager = books(*types)
-        self.manager.link.num_workers = num_workers
+        self.link = Link()
+        self.link.num_workers = num_workers
+        self.manager = books(*types, link=self.link)
         self.scheduler = Scheduler(self.manager, max_tokens=64, max_seqs=8, chunk_tokens=64)
         self.links = Links()
-        self.role = DecodeRole(config, self.scheduler, self.links, lambda _: None)  # type: ignore[arg-type]
+        self.role = DecodeRole(config, self.scheduler, self.links, RequestLimits(self.scheduler, 1000, 1000, 100))  # type: ignore[arg-type]
 
     def hear(self, *messages: Any) -> list[Any]:
         """What is said in return."""
@@ -344,7 +351,7 @@ class Decode:
 
     @property
     def pulls(self) -> list[PullBlocks]:
-        return [message for message in self.manager.link.sent if isinstance(message, PullBlocks)]
+        return [message for message in self.link.sent if isinstance(message, PullBlocks)]
 
 
 def test_pushed_blocks_are_taken_as_they_are_and_the_request_generates_behind_its_first_token() -> None:
@@ -385,7 +392,7 @@ def test_a_pull_that_failed_on_one_rank_is_answered_with_why_and_its_blocks_are_
     assert decode.hear(PullDone(pull.pull_id, 0)) == []
     (done,) = decode.hear(PullDone(pull.pull_id, 1, "the peer is gone"))
     assert done.request_id == "r" and "the peer is gone" in done.error
-    assert not decode.scheduler.arriving and decode.manager.device.num_pinned == 0
+    assert not decode.scheduler.arriving and decode.manager.pools.first.device.num_pinned == 0
     decode.manager.check()
 
 
@@ -403,7 +410,7 @@ def test_blocks_to_read_that_are_not_those_that_are_lacking_are_refused_before_a
     decode = Decode("PULL")
     (done,) = decode.first(list(wrong_sources(decode.place()))[which], "PULL")
     assert "not those that are lacking" in done.error
-    assert not decode.pulls and decode.manager.device.num_pinned == 0
+    assert not decode.pulls and decode.manager.pools.first.device.num_pinned == 0
 
 
 def test_a_first_token_nobody_waits_for_and_another_mode_are_refused() -> None:
@@ -413,7 +420,7 @@ def test_a_first_token_nobody_waits_for_and_another_mode_are_refused() -> None:
     decode.place()
     (done,) = decode.first(mode="PULL")
     assert "PULL at prefill and PUSH at decode" in done.error
-    assert decode.manager.device.num_pinned == 0
+    assert decode.manager.pools.first.device.num_pinned == 0
 
 
 def test_requests_that_share_a_prefix_are_placed_one_after_the_other_and_others_pass_them() -> None:
@@ -439,15 +446,15 @@ def test_a_lost_prefill_instance_leaves_its_blocks_with_nobody_until_its_writes_
     decode.hear(PeerEvent("p", why="no sign of life"))
     now[0] += 1000
     decode.hear()
-    assert decode.manager.device.num_pinned == 5, "it may still go on where it stopped"
+    assert decode.manager.pools.first.device.num_pinned == 5, "it may still go on where it stopped"
     decode.hear(PeerEvent("p", why="its process has ended", gone=True))
-    assert decode.manager.device.num_pinned == 5
+    assert decode.manager.pools.first.device.num_pinned == 5
     now[0] += 21
     decode.role.poll(settled=False)
-    assert decode.manager.device.num_pinned == 5, "this process was away: what came meanwhile comes now"
+    assert decode.manager.pools.first.device.num_pinned == 5, "this process was away: what came meanwhile comes now"
     now[0] += 21
     decode.hear()
-    assert decode.manager.device.num_pinned == 0
+    assert decode.manager.pools.first.device.num_pinned == 0
     decode.manager.check()
 
 
@@ -455,7 +462,7 @@ def test_what_is_read_is_nobody_elses_business_when_its_source_is_lost() -> None
     decode = Decode("PULL")
     decode.place()
     decode.hear(PeerEvent("p", why="no sign of life"))
-    assert decode.manager.device.num_pinned == 0
+    assert decode.manager.pools.first.device.num_pinned == 0
 
 
 def test_an_alarm_of_the_audit_leaves_nobody_with_blocks_found_before_it() -> None:
@@ -472,7 +479,7 @@ def test_an_alarm_of_the_audit_leaves_nobody_with_blocks_found_before_it() -> No
     decode.first()
     (arrived,) = decode.scheduler.arriving
     decode.scheduler.auditor.alarm = True
-    decode.scheduler._drop_what_was_restored()
+    decode.scheduler._drop_restored()
     assert not decode.scheduler.arriving and not decode.scheduler.running and arrived not in decode.scheduler.waiting
     (output,) = decode.scheduler.take_outputs()
     assert output.finish_reason == "error" and "audit" in (output.error or "")
@@ -486,17 +493,18 @@ class Prefill:
 
     def __init__(self) -> None:
         config = EngineConfig(model="x", enable_disagg_pd=True, instance_role="PREFILL", decode_instances="127.0.0.1:1")
-        self.scheduler = Scheduler(books(), max_tokens=64, max_seqs=8, chunk_tokens=64)
+        self.scheduler = Scheduler(books(), max_tokens=64, max_seqs=8, chunk_tokens=64, hands_over=True)
         self.links = Links("d")
         self.role = PrefillRole(config, self.scheduler, self.links)  # type: ignore[arg-type]
         self.scheduler.add_request(AddRequest("r", ints(PROMPT), SamplingSpec(), 5))
-        self.role.poll()
+        self.role.poll(settled=True)
         (asked,) = self.links.said
         assert isinstance(asked, AddNewRequests) and not self.scheduler.waiting, "not before it has a place"
         places = numbered({KV: {number: 40 + number for number in range(5)}})
         self.role.on_event(PeerEvent("d", Allocated("r", places)))
         step = self.scheduler.schedule()
         assert step is not None
+        self.role.begin_step(step)
         (self.push,) = step.plan.pushes
         self.step = step
         self.links.said.clear()
@@ -510,6 +518,7 @@ def test_a_forward_that_failed_is_no_fault_of_the_peers_unless_something_may_sti
     assert prefill.push.peer == "d" and prefill.push.target_mappings[0].remote.tolist() == [40, 41, 42, 43, 44]
     prefill.role.pushes_ended([PushFailure(prefill.push.push_id, "the forward failed", certain)], void=True)
     prefill.scheduler.fail_step(prefill.step, "boom")
+    prefill.role.poll(settled=True)
     assert prefill.links.lost == lost
     assert prefill.links.said == [Cancel("r", "it is over")]
     (output,) = prefill.scheduler.take_outputs()
@@ -522,12 +531,12 @@ def test_a_push_that_failed_gives_the_peer_up_and_its_requests_seek_another_plac
     assert prefill.links.lost == ["d"]
     prefill.links.linked.clear()
     output = ForwardOutput(prefill.step.plan.step_id, 0, ints([7]), [None], [], [], 0.1, 0.0)
-    prefill.scheduler.finish(prefill.step, output)
-    prefill.role.poll()
+    prefill.role.step_ended(prefill.scheduler.finish(prefill.step, output))
+    prefill.role.poll(settled=True)
     assert not prefill.scheduler.running and not prefill.scheduler.waiting
     prefill.links.linked.append(SimpleNamespace(incarnation="e", address="e", load=Heartbeat(0, 0, 0)))
     prefill.links.said.clear()
     time.sleep(0.11)  # a pause between two looks around
-    prefill.role.poll()
+    prefill.role.poll(settled=True)
     (asked,) = prefill.links.said
     assert asked.requests[0].generated.tolist() == [7], "what was generated is not asked for again"

@@ -15,29 +15,36 @@ PACKAGE = ROOT / "xllm_hier"
 
 # One floor a line, the lowest first: a module imports modules of lower floors only, also lazily and for types.
 FLOORS = """
-- block engine.blocks.policy engine.steps.drafts errors hashing models.linear plans service.burden version
-  worker.store.circuit worker.store.key_quarantine worker.transfer_stats
-- engine.blocks.drafting engine.blocks.pool engine.blocks.prefetch host_memory kv_events machine models.demo
-  models.expert_routing models.parallel models.rope models.weights openai.listening openai.refusals openai.tokenizer
-  peer_plans settings store_key worker.compute.attention worker.compute.plan_digest worker.compute.sampler
-  worker.tiers.cache_domain
-- config engine.blocks.types models.families models.identity openai.auth openai.sampling openai.streaming registry
-  service.config service.prefix_index wire worker.compute.block_compare worker.compute.device_attention
-  worker.compute.latent_attention worker.tiers.layer_copy
+- block clock engine.blocks.policy errors hashing models.linear plans service.burden version worker.store.circuit
+  worker.store.key_quarantine worker.transfer_stats
+- engine.blocks.moves engine.blocks.pool engine.blocks.settings engine.forward_join host_memory kv_events machine
+  models.demo models.expert_routing models.parallel models.rope models.weights openai.listening openai.refusals
+  openai.tokenizer peer_plans settings store_key worker.compute.attention worker.compute.plan_digest
+  worker.compute.sampler worker.tiers.cache_domain
+- config engine.blocks.prefetch engine.blocks.types models.families models.identity openai.auth openai.sampling
+  openai.streaming registry service.config service.prefix_index wire worker.compute.block_compare
+  worker.compute.device_attention worker.compute.latent_attention worker.tiers.layer_copy
 - embedded_store engine.blocks.sequence engine.pair.links engine.rank_views engine.remote_worker engine_client
   models.delta_rule models.parts openai.protocol service.event_stream service.policies service.store_watch
   worker.platform worker.store.mooncake_client worker.store.queue worker.tiers.cache_sizes worker.tiers.host_load
-- api.metrics api.registration engine.blocks.account engine.blocks.checkpoints engine.blocks.journal models.experts
-  models.gated_delta models.mla openai.output service.instances worker.compute.recurrent_state
-  worker.peers.transfer_engine worker.store.marks
-- api.generation api.logprobs engine.blocks.write_back engine.publisher models.decoder service.cluster
+- api.metrics api.registration engine.blocks.account engine.blocks.journal engine.blocks.keeping engine.blocks.prefix
+  engine.blocks.read_targets engine.pair.handover engine.steps.replies models.experts models.gated_delta models.mla
+  openai.output service.instances worker.compute.recurrent_state worker.peers.transfer_engine worker.store.marks
+- api.generation api.logprobs engine.blocks.checkpoints engine.publisher models.decoder service.cluster
   worker.peers.pieces worker.store.kv_cache_store
-- api.answers engine.blocks.host_loads engine.blocks.store_reads models.hf_model models.mtp service.relay
-  worker.peers.calls worker.tiers.kv_cache_transfer
-- api.handlers engine.blocks.books service.metrics worker.compute.model_runner worker.peers.push
-- api.admin engine.pair.handover engine.steps.audit worker.compute.speculation worker.peers.pd_transfer
-- api.app engine.steps.scheduler worker.worker
-- api.server engine.pair.decode engine.pair.prefill service.app
+- api.answers engine.blocks.ledger models.hf_model models.mtp service.relay worker.peers.calls
+  worker.tiers.kv_cache_transfer
+- api.handlers engine.blocks.canonical engine.blocks.host_loads engine.blocks.write_back service.metrics
+  worker.compute.model_runner worker.peers.push
+- api.admin engine.blocks.admission engine.blocks.store_reads worker.compute.speculation worker.peers.pd_transfer
+- api.app engine.blocks.publishing worker.worker
+- api.server engine.blocks.books service.app
+- engine.steps.audit engine.steps.drafts engine.steps.step
+- engine.pair.role engine.steps.canonical
+- engine.steps.scheduler
+- engine.pair.prefill engine.steps.limits
+- engine.pair.decode
+- engine.build
 - engine.report
 - engine.calls
 - engine.core

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -271,7 +270,7 @@ class Talk:
 def talk() -> Iterator[Talk]:
     one, context = OnePool(), zmq.Context()
     config = EngineConfig(enable_kv_events=True, heart_beat_interval=60.0, peer_timeout_s=120.0)
-    publisher = KvPublisher(context, config, one.journal, [KV], "me", load=lambda: {"num_open": 7})
+    publisher = KvPublisher(context, config, one.journal, [KV], "me", load={"num_open": 7})
     both = Talk(publisher, one)
     yield both
     both.context.destroy(linger=0)
@@ -359,13 +358,13 @@ def test_what_is_no_question_is_not_answered_and_harms_nobody(talk: Talk, frames
 
 def test_a_load_is_told_at_every_interval_also_when_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     one, context, now = OnePool(), zmq.Context(), 0.0
-    monkeypatch.setattr(kv_publisher, "time", types.SimpleNamespace(monotonic=lambda: now, time=time.time))
+    monkeypatch.setattr(kv_publisher, "now", lambda: now)
     config = EngineConfig(enable_kv_events=True, heart_beat_interval=1.0)
-    publisher = KvPublisher(context, config, one.journal, [KV], "me", load=lambda: {"num_open": 7})
+    publisher = KvPublisher(context, config, one.journal, [KV], "me", load={"num_open": 7})
     try:
         for step in range(49):
             now = step / 8
-            publisher.tick()
+            publisher.tick({"num_open": 7} if publisher.heartbeat_due else None)
         assert [unpack_batch(payload).load for _, payload in publisher._kept] == [{"num_open": 7}] * 7
     finally:
         publisher.close()
@@ -379,7 +378,7 @@ def test_a_taken_port_is_an_error_that_names_it() -> None:
             port = taken.bind_to_random_port("tcp://127.0.0.1")
             config = EngineConfig(enable_kv_events=True, kv_events_port=port)
             with pytest.raises(StartupError, match=f"kv_events_port {port}"):
-                KvPublisher(context, config, CacheJournal(BLOCK), [KV], "me", load=dict)
+                KvPublisher(context, config, CacheJournal(BLOCK), [KV], "me", load={})
     finally:
         context.destroy(linger=0)
 

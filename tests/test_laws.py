@@ -101,7 +101,7 @@ def test_a_growth_that_fails_leaves_the_sequence_as_it_was() -> None:
 def test_a_request_that_never_got_a_block_can_leave_and_an_unknown_one_is_ignored() -> None:
     """B21. All blocks are taken, the request gives up, nothing is released twice."""
     simulation = Simulation(store=False)
-    simulation.manager.device.allocate(8)
+    simulation.manager.pools.first.device.allocate(8)
     request_id = simulation.add(PROMPT)
     simulation.step()
     before = simulation.manager.block_counts()
@@ -116,13 +116,13 @@ def test_only_full_blocks_are_cached_and_a_block_without_its_predecessor_is_not_
     """B24, B32. Nine tokens leave two blocks behind, seven leave one; the second block alone matches nothing."""
     simulation = Simulation(store=False, num_host=0, decode_kv_reuse="off")
     simulation.ask(PROMPT[:9], 1)
-    assert simulation.manager.device.num_evictable == 2
+    assert simulation.manager.pools.first.device.num_evictable == 2
     alone, behind = simulation.add(PROMPT[4:9], 1), simulation.add([*PROMPT[:8], 40], 1)
     simulation.run()
     assert simulation.usage(alone) == (0, 0, 0, 5) and simulation.usage(behind) == (8, 0, 0, 1)
     simulation.manager.clear("device")
     simulation.ask(PROMPT[:7], 1)
-    assert simulation.manager.device.num_evictable == 1
+    assert simulation.manager.pools.first.device.num_evictable == 1
 
 
 def test_a_pool_without_cached_blocks_has_nothing_to_evict() -> None:
@@ -160,7 +160,7 @@ def test_cached_blocks_are_shared_with_room_for_the_rest_and_the_account_outlive
     """B33, A1, A2. Eight of ten tokens are cached: two shared blocks and a new one; after the end still 8 count."""
     simulation = Simulation(store=False)
     simulation.ask(PROMPT[:9], 1)
-    cached = [simulation.manager.device.find(name) for name in hashes(PROMPT[:8])]
+    cached = [simulation.manager.pools.first.device.find(name) for name in hashes(PROMPT[:8])]
     request_id = simulation.add([*PROMPT[:8], 30, 31], 3)
     simulation.step()
     sequence = simulation.scheduler.sequences[request_id]
@@ -174,7 +174,7 @@ def test_a_failed_allocation_gives_its_shared_blocks_back_and_they_can_be_evicte
     """B34. Three blocks, two cached, one taken: twelve tokens do not fit, four do, over a cached block."""
     simulation = Simulation(num_device=3, store=False, num_host=0)
     simulation.ask(PROMPT[:8], 1)
-    (taken,) = simulation.manager.device.allocate(1) or []
+    (taken,) = simulation.manager.pools.first.device.allocate(1) or []
     before = simulation.manager.block_counts()
     assert before["device"]["KV"] == {"free": 0, "pinned": 1, "evictable": 2}
     long = simulation.add(PROMPT[:12], 1)
@@ -183,7 +183,7 @@ def test_a_failed_allocation_gives_its_shared_blocks_back_and_they_can_be_evicte
     assert sequence.device_blocks == [] and sequence.usage is None and simulation.manager.block_counts() == before
     simulation.scheduler.abort(long)
     assert simulation.ask([40, 41, 42, 43], 1) == reference([40, 41, 42, 43], 1)
-    simulation.manager.device.unpin([taken])
+    simulation.manager.pools.first.device.unpin([taken])
 
 
 # ----------------------------------------------------------------------------------------- H: the hierarchy
@@ -193,7 +193,7 @@ def test_the_host_tier_is_one_pool_of_kv_blocks_and_all_of_them_are_usable() -> 
     """H1. Five host blocks: five to use, ids 0 to 4, of one type."""
     manager = Simulation(num_host=5).manager
     assert manager.block_counts()["host"] == {"KV": {"free": 5, "pinned": 0, "evictable": 0, "quarantined": 0}}
-    assert manager.host.allocate(5) == [0, 1, 2, 3, 4]
+    assert manager.pools.first.host.allocate(5) == [0, 1, 2, 3, 4]
 
 
 def test_mounting_pins_host_blocks_and_starts_no_copy() -> None:
@@ -201,10 +201,10 @@ def test_mounting_pins_host_blocks_and_starts_no_copy() -> None:
     simulation = Simulation()
     warm(simulation, "device")
     sequence = simulation.scheduler.sequences[simulation.add(PROMPT)]
-    found = [simulation.manager.host.find(name) for name in hashes(PROMPT)]
+    found = [simulation.manager.pools.first.host.find(name) for name in hashes(PROMPT)]
     assert list(sequence.mounted.values()) == found and None not in found
-    assert sequence.device_blocks == [] and simulation.manager.match(sequence) == 16
-    assert simulation.manager.host.num_pinned == 4 and simulation.manager.device.num_pinned == 0
+    assert sequence.device_blocks == [] and simulation.manager.hit(sequence).tokens == 16
+    assert simulation.manager.pools.first.host.num_pinned == 4 and simulation.manager.pools.first.device.num_pinned == 0
     assert simulation.workers.sent == []
 
 
@@ -213,7 +213,7 @@ def test_device_and_host_complete_each_other_and_only_what_the_device_lacks_is_l
     simulation = Simulation(store=False)
     warm(simulation)
     for index, name in enumerate(hashes(PROMPT)):
-        pool = simulation.manager.host if index % 2 else simulation.manager.device
+        pool = simulation.manager.pools.first.host if index % 2 else simulation.manager.pools.first.device
         pool.withdraw(pool.find(name) or 0)
         assert pool.find(name) is None
     request_id = simulation.add(PROMPT)
@@ -229,7 +229,7 @@ def test_a_running_sequence_is_not_matched_again_and_nothing_it_computed_is_rest
     simulation = Simulation(store=False, max_tokens=8)
     request_id = simulation.add(PROMPT)
     simulation.step()
-    sequence, host = simulation.scheduler.sequences[request_id], simulation.manager.host
+    sequence, host = simulation.scheduler.sequences[request_id], simulation.manager.pools.first.host
     assert sequence.num_computed == 8
     blocks = host.allocate(2) or []
     for index, block in enumerate(blocks, 2):
@@ -246,12 +246,12 @@ def test_a_waiting_request_takes_what_the_host_got_in_the_meantime() -> None:
     simulation = Simulation()
     warm(simulation, "device")
     simulation.workers.store.clear()
-    host, names = simulation.manager.host, hashes(PROMPT)
+    host, names = simulation.manager.pools.first.host, hashes(PROMPT)
     blocks = [host.find(name) or 0 for name in names]
     contents = [list(simulation.workers.host[block]) for block in blocks]
     for block in blocks[1:]:
         host.withdraw(block)
-    others = simulation.manager.device.allocate(8) or []
+    others = simulation.manager.pools.first.device.allocate(8) or []
     request_id = simulation.add(PROMPT)
     simulation.step()
     sequence = simulation.scheduler.sequences[request_id]
@@ -261,7 +261,7 @@ def test_a_waiting_request_takes_what_the_host_got_in_the_meantime() -> None:
         simulation.workers.host[block] = contents[index]
         host.publish(block, names[index], names[index - 1])
     host.unpin(new)
-    simulation.manager.device.unpin(others)
+    simulation.manager.pools.first.device.unpin(others)
     simulation.run()
     assert simulation.usage(request_id) == (0, 16, 0, 1) and simulation.answered[request_id] == reference(PROMPT, 3)
 
@@ -275,8 +275,8 @@ def test_a_load_names_for_each_block_its_host_source_its_device_target_and_the_c
     ((mapping,),) = (plan.target_mappings for plan in sent(simulation, TransferBlocks))
     manager, names = simulation.manager, hashes(PROMPT)
     assert mapping.block_type == "KV" and mapping.hashes == b"".join(names)
-    assert mapping.host.tolist() == [manager.host.find(name) for name in names]
-    assert mapping.device.tolist() == [manager.device.find(name) for name in names]
+    assert mapping.host.tolist() == [manager.pools.first.host.find(name) for name in names]
+    assert mapping.device.tolist() == [manager.pools.first.device.find(name) for name in names]
     assert mapping.device.tolist() == simulation.scheduler.sequences[request_id].device_blocks[:4]
 
 
@@ -300,14 +300,14 @@ def test_a_device_too_small_plans_no_load_and_the_host_match_waits_for_the_next_
     warm(simulation, "device")
     manager, sequence = simulation.manager, request(PROMPT)
     assert not manager.prefetch_from_storage(sequence)
-    manager.device.allocate(4)
+    manager.pools.first.device.allocate(4)
     before = manager.block_counts()
     assert not manager.allocate(sequence, 17)
     assert sequence.device_blocks == [] and sequence.num_computed == sequence.num_published == 0
     assert manager.transfer_blocks() == [] and manager.block_counts() == before
-    assert list(sequence.mounted) == [0, 1, 2, 3] and manager.host.num_pinned == 4
+    assert list(sequence.mounted) == [0, 1, 2, 3] and manager.pools.first.host.num_pinned == 4
     manager.deallocate(sequence)
-    assert manager.host.num_pinned == 0
+    assert manager.pools.first.host.num_pinned == 0
 
 
 def test_host_room_is_reserved_whole_or_not_at_all_and_tried_again_when_a_block_is_complete() -> None:
@@ -315,7 +315,7 @@ def test_host_room_is_reserved_whole_or_not_at_all_and_tried_again_when_a_block_
     simulation = Simulation(num_host=1)
     manager, sequence = simulation.manager, request(PROMPT[:9])
     assert manager.allocate(sequence, 9)
-    assert sequence.host_targets == {} and manager.host.num_free == 1
+    assert sequence.host_targets == {} and manager.pools.first.host.num_free == 1
     sequence.num_computed = 8
     manager.publish_computed(sequence)
     manager.write_back.send()
@@ -333,16 +333,16 @@ def test_write_back_targets_are_reserved_early_handed_to_the_pairs_and_outlive_t
     sequence.num_computed = 8
     manager.publish_computed(sequence)
     first = sequence.device_blocks[0]
-    assert sequence.host_targets == {} and manager.device.references(first) == 2
+    assert sequence.host_targets == {} and manager.pools.first.device.references(first) == 2
     manager.deallocate(sequence)
-    assert (manager.device.num_pinned, manager.host.num_pinned) == (2, 2), "the pairs hold them"
+    assert (manager.pools.first.device.num_pinned, manager.pools.first.host.num_pinned) == (2, 2), "the pairs hold them"
     manager.write_back.send()
     (plan,) = sent(simulation, TransferKvBlocks)
     assert plan.target_mappings[0].host.tolist() == targets
     for _ in range(2):  # copied, then stored
         simulation.workers.deliver(manager)
-    assert (manager.device.num_pinned, manager.host.num_pinned) == (0, 0)
-    assert (manager.device.num_evictable, manager.host.num_evictable) == (2, 2)
+    assert (manager.pools.first.device.num_pinned, manager.pools.first.host.num_pinned) == (0, 0)
+    assert (manager.pools.first.device.num_evictable, manager.pools.first.host.num_evictable) == (2, 2)
 
 
 def test_a_request_is_in_no_queue_while_it_is_read_and_in_the_batch_of_the_round_that_finds_it_ready() -> None:
@@ -359,7 +359,11 @@ def test_a_request_is_in_no_queue_while_it_is_read_and_in_the_batch_of_the_round
     simulation.workers.deliver(manager)
     scheduler.poll_prefetches()
     assert scheduler.prefetching == [] and list(sequence.mounted.values()) == plan.host.tolist()
-    assert sequence.device_blocks == [] and manager.device.num_evictable == 0 and not sent(simulation, TransferBlocks)
+    assert (
+        sequence.device_blocks == []
+        and manager.pools.first.device.num_evictable == 0
+        and not sent(simulation, TransferBlocks)
+    )
     step = scheduler.schedule()
     assert step is not None and step.prefill == [(sequence, 1)]
     assert len(sequence.device_blocks) == 5 and len(sent(simulation, TransferBlocks)) == 1
@@ -402,13 +406,13 @@ def test_targets_of_missed_blocks_return_and_hit_ones_are_cached_even_behind_the
     sequence = simulation.scheduler.sequences[simulation.add(PROMPT)]
     (plan,) = sent(simulation, PrefetchFromStorage)
     manager = simulation.manager
-    assert manager.host.num_pinned == 4
-    manager.store_reads.on_answer(PrefetchAnswer(plan.prefetch_id, 0, 0, b"\1\1\1\1"))
-    manager.store_reads.on_answer(PrefetchAnswer(plan.prefetch_id, 0, 1, b"\1\0\1\1"))
+    assert manager.pools.first.host.num_pinned == 4
+    manager.reads.on_answer(PrefetchAnswer(plan.prefetch_id, 0, 0, b"\1\1\1\1"))
+    manager.reads.on_answer(PrefetchAnswer(plan.prefetch_id, 0, 1, b"\1\0\1\1"))
     assert manager.update_prefetch_result(sequence)
     assert manager.block_counts()["host"]["KV"] == {"free": 13, "pinned": 1, "evictable": 2, "quarantined": 0}
     assert list(sequence.mounted) == [0]
-    assert [manager.host.find(name) is not None for name in hashes(PROMPT)] == [True, False, True, True]
+    assert [manager.pools.first.host.find(name) is not None for name in hashes(PROMPT)] == [True, False, True, True]
 
 
 # ------------------------------------------------------------------------------------------ C: the scheduler
@@ -452,6 +456,9 @@ class SilentWorkers:
     def check_alive(self) -> None:
         pass
 
+    def all_answer(self, _limit_s: float) -> bool:
+        return True
+
 
 def engine_answers(*requests: AddRequest, max_waiting: int) -> tuple[list[RequestOutput], list[PrefetchFromStorage]]:
     """One turn of an engine with a store and four device blocks of two tokens: its outputs, and the reads it began."""
@@ -488,15 +495,15 @@ def test_a_request_that_found_no_room_is_sized_anew_and_takes_nothing_from_a_run
     simulation = Simulation(store=False)
     warm(simulation, "device")
     runner = simulation.add([40], 2)
-    others = simulation.manager.device.allocate(7) or []
+    others = simulation.manager.pools.first.device.allocate(7) or []
     simulation.step()
     request_id = simulation.add(PROMPT)
     simulation.step()
     assert simulation.scheduler.waiting[0].request.request_id == request_id
     assert simulation.scheduler.num_preemptions == 0 and simulation.answered[runner] == reference([40], 2)
-    host = simulation.manager.host
+    host = simulation.manager.pools.first.host
     host.withdraw(host.find(hashes(PROMPT)[3]) or 0)
-    simulation.manager.device.unpin(others)
+    simulation.manager.pools.first.device.unpin(others)
     simulation.step()
     (row,) = sent(simulation, Forward)[-1].prefill
     assert (row.start, len(row.token_ids)) == (12, 5)
@@ -516,7 +523,7 @@ def test_a_running_sequence_waits_for_blocks_that_a_write_back_will_return() -> 
     assert simulation.answered[done] and len(simulation.answered[request_id]) == 2
     (sequence,) = simulation.scheduler.running
     assert len(sequence.device_blocks) == 2 and simulation.scheduler.num_preemptions == 0
-    assert simulation.manager.device.num_available == 0
+    assert simulation.manager.pools.first.device.num_available == 0
     simulation.share = 1.0
     simulation.run()
     assert simulation.scheduler.num_preemptions == 0
@@ -545,13 +552,13 @@ def test_two_prompts_at_once_share_the_blocks_they_have_in_common() -> None:
     second = simulation.add([*PROMPT[:8], 30, 31, 32, 33, 40], 1)
     simulation.run()
     assert simulation.usage(first) == (0, 0, 0, 13) and simulation.usage(second) == (8, 0, 0, 5)
-    assert simulation.manager.device.num_evictable == 4
+    assert simulation.manager.pools.first.device.num_evictable == 4
 
 
 def test_a_prompt_is_shared_from_the_end_of_its_prefill_and_a_longer_one_adds_only_the_new_block() -> None:
     """C13, C14. Blocks of two: two are findable while the request still decodes and after it; six tokens make three."""
     simulation = Simulation(block_size=2, num_device=16, store=False, num_host=0, decode_kv_reuse="off")
-    device, names = simulation.manager.device, hashes(PROMPT[:4], 2)
+    device, names = simulation.manager.pools.first.device, hashes(PROMPT[:4], 2)
     first = simulation.add(PROMPT[:4], 4)
     simulation.step()
     assert simulation.scheduler.sequences[first].state is SequenceState.RUNNING

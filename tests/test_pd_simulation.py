@@ -23,7 +23,7 @@ from xllm_hier.engine.blocks.sequence import Sequence
 from xllm_hier.engine.pair.decode import DecodeRole, _Inbound
 from xllm_hier.engine.pair.handover import Handover
 from xllm_hier.engine.pair.links import PeerEvent, PeerLinks
-from xllm_hier.engine.pair.prefill import Phase, PrefillRole, _Outbound
+from xllm_hier.engine.pair.prefill import PrefillRole, _Outbound
 from xllm_hier.peer_plans import FirstGeneration, FirstGenerationDone, NewRequest
 from xllm_hier.plans import PushBlocks, PushFailure
 
@@ -120,11 +120,9 @@ def a_decode_instance_goes_on_for_a_peer_that_is_lost(_role: DecodeRole, _event:
     pass
 
 
-def what_is_handed_over_is_free_at_once(role: PrefillRole, sequence: Sequence, *, drawn: bool) -> None:
-    COMPUTED(role, sequence, drawn=drawn)
-    request = role._requests.get(sequence.request.request_id)
-    if request is not None and request.phase is Phase.HANDED:
-        role._manager.deallocate(sequence)
+def what_is_handed_over_is_free_at_once(role: PrefillRole, request: _Outbound, handover: Handover) -> None:
+    HAND_OVER(role, request, handover)
+    role._manager.deallocate(request.sequence)
 
 
 def another_decode_instance_begins_from_the_prompt(
@@ -136,7 +134,7 @@ def another_decode_instance_begins_from_the_prompt(
 
 
 END, PULL, HEAR_OF = DecodeRole._end, DecodeRole._pull, DecodeRole._hear_of
-PUSHES_ENDED, COMPUTED, SEEK = PrefillRole.pushes_ended, PrefillRole.computed, PrefillRole._seek
+PUSHES_ENDED, HAND_OVER, SEEK = PrefillRole.pushes_ended, PrefillRole._hand_over, PrefillRole._seek
 PUSH, LOSE = Mover.push, PeerLinks.lose
 PLANTED: dict[Callable[..., Any], tuple[str, int, Any, str]] = {  # where to look, and from which seed on
     blocks_are_free_as_soon_as_their_request_is_over: ("moves fail", 0, DecodeRole, "_end"),
@@ -148,7 +146,7 @@ PLANTED: dict[Callable[..., Any], tuple[str, int, Any, str]] = {  # where to loo
     a_peer_that_says_hello_writes_no_more: ("moves fail", 4, DecodeRole, "_hear_of"),
     nobody_has_to_be_told_that_a_write_is_uncertain: ("everything", 0, PeerLinks, "lose"),
     a_decode_instance_goes_on_for_a_peer_that_is_lost: ("everything", 0, DecodeRole, "_on_lost"),
-    what_is_handed_over_is_free_at_once: ("moves fail", 8, PrefillRole, "computed"),
+    what_is_handed_over_is_free_at_once: ("moves fail", 8, PrefillRole, "_hand_over"),
     another_decode_instance_begins_from_the_prompt: ("broken lines", 4, PrefillRole, "_seek"),
 }
 

@@ -40,6 +40,7 @@ class Cluster:
     def __init__(self) -> None:
         self.context: zmq.Context[Any] = zmq.Context()
         self.events: dict[PeerLinks, list[PeerEvent]] = {}
+        self.loads: dict[PeerLinks, Heartbeat] = {}
 
     def decode(self, port: int = 0, **facts: Any) -> PeerLinks:
         return self._add("DECODE", "", port, facts)
@@ -67,6 +68,8 @@ class Cluster:
         for links, events in self.events.items():
             if links not in but and not links.socket.closed:
                 links.tick()
+                if links.heartbeat_due:
+                    links.send_heartbeat(self.loads.get(links, Heartbeat(0, 0, 0)))
                 events.extend(links.receive())
                 links.say_hello()
 
@@ -106,7 +109,7 @@ def cluster() -> Iterator[Cluster]:
 def test_two_that_fit_are_linked_know_each_others_endpoints_and_hear_how_busy_they_are(cluster: Cluster) -> None:
     decode = cluster.decode()
     prefill = cluster.prefill(decode)
-    decode.load = lambda: Heartbeat(3, 1, 40)
+    cluster.loads[decode] = Heartbeat(3, 1, 40)
     cluster.linked(prefill, decode)
     assert prefill.linked[0].endpoints[0].session == "DECODE:1"
     assert decode.linked[0].endpoints[0].session == "PREFILL:1"

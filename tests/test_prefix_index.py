@@ -309,7 +309,7 @@ def test_a_match_is_what_the_engine_then_finds(types: str) -> None:
             usage = world.ask(prompt).usage
             assert usage is not None and (usage.device, usage.host, usage.store) == expected
         said = prompt
-    found = world.manager.account.tokens
+    found = world.manager.ledger.account.tokens
     assert min(found.values()) > 0  # each tier gave something
 
 

@@ -268,7 +268,7 @@ def one_in_flight_at_the_end(world: World) -> None:
 def leaves_a_read_it_only_waits_for(state: State) -> None:
     """Another request reads what `s` needs, and takes a second: `s` does not have to stay for its end."""
     world = world_in(state, slow_s=1.0, before=lambda w: w.add("reader", PROMPT, 1) and None)
-    world.run(until=lambda: (one := request(world)) is not None and world.manager.store_reads.concerns(one))
+    world.run(until=lambda: (one := request(world)) is not None and world.manager.reads.concerns(one))
     start = world.timeline.now
     world.abort("s")
     world.run(until=lambda: world.asked["s"].end is not None)

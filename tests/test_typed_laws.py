@@ -46,7 +46,7 @@ def world_of(types: str, **changes: Any) -> World:
 
 def request(world: World, prompt: Sequence[int]) -> Request:
     """A sequence that no scheduler knows: the test itself plays the scheduler."""
-    return Request(AddRequest("alone", ints(prompt), SamplingSpec(), 1), 4, True, world.manager.types)
+    return Request(AddRequest("alone", ints(prompt), SamplingSpec(), 1), 4, True, world.manager.pools.types)
 
 
 def hashes(prompt: Sequence[int] = PROMPT) -> list[bytes]:
@@ -297,7 +297,7 @@ def checkpoints(count: int, num_blocks: int) -> BlockPool:
     for number in range(count):
         (block,) = pools.device.allocate(1) or []
         assert pools.device.publish(block, b"%d" % number, pools.parent(b"%d" % (number - 1)))
-        pools.let_go([block])
+        pools.release([block])
     return pools.device
 
 
@@ -365,7 +365,7 @@ def test_a_hit_ends_where_a_state_is(length: int, cached: int, states: tuple[int
         for number in numbers:
             (block,) = pools.device.allocate(1) or []
             pools.device.publish(block, hashes()[number], pools.parent(hashes()[number - 1] if number else root_hash()))
-            pools.let_go([block])
+            pools.release([block])
     before, sequence = manager.block_counts()["device"], request(world, prompt)
     assert manager.allocate(sequence, length) and sequence.num_computed == 4 * blocks
     manager.deallocate(sequence)
@@ -431,7 +431,7 @@ def test_an_interrupted_prompt_goes_on_where_it_was(types: str) -> None:
     world = world_of(types, swa_stride=400, linear_stride=400)
     sequence = interrupted(world, PROMPT, 16)
     manager = world.manager
-    assert manager.match(sequence) == 16
+    assert manager.hit(sequence).tokens == 16
     for kind, pools in manager.pools.items():
         needed = [hashes()[number] for number in pools.rule.needed(16)]
         assert not any(manager.write_back.is_missing(kind, name) for name in needed), "on its way to the host"
@@ -441,8 +441,8 @@ def test_a_long_answer_goes_on_from_its_last_state_and_only_the_sequence_itself_
     """A checkpoint each eight tokens, also of generated ones; of those a sequence holds the last one alone."""
     world = world_of("KV LINEAR", linear_stride=8)
     sequence = interrupted(world, PROMPT[:9], 30, generated=22)
-    assert world.manager.match(sequence) == 24
-    assert world.manager.match(request(world, sequence.tokens)) == 8, "as a prompt the same tokens have other bits"
+    assert world.manager.hit(sequence).tokens == 24
+    assert world.manager.hit(request(world, sequence.tokens)).tokens == 8, "as a prompt the same tokens have other bits"
 
 
 def test_states_behind_generated_tokens_leave_half_of_the_pool_to_others() -> None:
@@ -480,7 +480,7 @@ def test_a_prompt_that_floods_the_windows_takes_what_is_useless_first() -> None:
     kept = PROMPT[:17]
     world.ask(kept, 1)
     world.ask([40 + number % 9 for number in range(121)], 1)
-    assert world.manager.match(request(world, kept)) == 16
+    assert world.manager.hit(request(world, kept)).tokens == 16
 
 
 def test_a_boundary_that_was_of_use_is_kept() -> None:
@@ -497,7 +497,9 @@ def test_a_boundary_that_was_of_use_is_kept() -> None:
 def test_a_step_over_a_prompt_ends_behind_a_block_where_it_can() -> None:
     """Only there a state is worth keeping. A step too short for that ends with a cell of the scan, here of two."""
     manager = world_of("KV LINEAR", scan=2).manager
-    ends = {(start, end): end - manager.beyond_grid(start, end) for start, end in [(0, 6), (0, 3), (4, 7), (4, 5)]}
+    ends = {
+        (start, end): end - manager.settings.beyond_grid(start, end) for start, end in [(0, 6), (0, 3), (4, 7), (4, 5)]
+    }
     assert ends == {(0, 6): 4, (0, 3): 2, (4, 7): 6, (4, 5): 4}
 
 

@@ -15,6 +15,7 @@ from xllm_hier.engine.pair import decode as decode_role
 from xllm_hier.engine.pair.decode import DecodeRole
 from xllm_hier.engine.pair.handover import Handover
 from xllm_hier.engine.pair.prefill import PrefillRole
+from xllm_hier.engine.steps.step import Advanced
 from xllm_hier.errors import EngineDeadError
 from xllm_hier.plans import PrefetchFromStorage, ProbeStorage, PushBlocks, RequestOutput, TransferBlocks, WorkerReady
 
@@ -101,7 +102,7 @@ class Instance(World):
                 self.dead = error
                 return
             invariants.check_after_turn(self)
-            claimed = self.manager._filling.values()
+            claimed = self.manager.ledger.prefix.claims.values()
             assert all(one.state is not SequenceState.FINISHED for one in claimed), "others wait for one that is over"
 
     # ---------------------------------------------------------------------------------- what the books know
@@ -115,7 +116,7 @@ class Instance(World):
     def not_begun(self) -> list[Sequence]:
         if isinstance(self.role, PrefillRole):
             return []
-        running = decode_role.Phase.RUNNING
+        running = decode_role.InboundPhase.RUNNING
         waiting = [request.sequence for request in self.role._requests.values() if request.phase is not running]
         return [*waiting, *(held.sequence for held in self.role._held)]
 
@@ -136,7 +137,7 @@ class Instance(World):
     def _watch_pushes(self, role: PrefillRole) -> None:
         """Each block that the decode instance lacks is sent once, unless it was in vain; with the first token all are
         there."""
-        push, computed = role.push, role.computed
+        push, step_ended = role._push, role.step_ended
 
         def watched_push(sequence: Sequence, end: int) -> PushBlocks | None:
             found = push(sequence, end)
@@ -148,7 +149,7 @@ class Instance(World):
                 assert not again, f"{sequence.request.request_id}: {again} are pushed again"
             return found
 
-        def watched_computed(sequence: Sequence, *, drawn: bool) -> None:
+        def check_sent(sequence: Sequence, drawn: bool) -> None:
             request = role._requests.get(sequence.request.request_id)
             handover = request.handover if request is not None and not request.lost else None
             if handover is not None:
@@ -160,9 +161,13 @@ class Instance(World):
                 }
                 if drawn and self.place.mode == "PUSH":
                     assert not any(left.values()), f"{sequence.request.request_id}: {left} were never pushed"
-            computed(sequence, drawn=drawn)
 
-        role.push, role.computed = watched_push, watched_computed  # type: ignore[method-assign]
+        def watched_step_ended(advanced: list[Advanced]) -> None:
+            for one in advanced:
+                check_sent(one.sequence, one.drawn)
+            step_ended(advanced)
+
+        role._push, role.step_ended = watched_push, watched_step_ended  # type: ignore[method-assign]
 
     # -------------------------------------------------------------------------------------------- the end
 

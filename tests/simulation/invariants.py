@@ -54,13 +54,13 @@ def device_holders(world: World, kind: BlockType) -> Iterator[int]:
     yield from audit.restored if audit is not None and kind is BlockType.KV else ()
     pairs = list(write_back._pairs)
     for offload in write_back._offloads.values():
-        pairs += offload.pairs if len(offload.copied) < world.settings.num_ranks else []
+        pairs += offload.pairs if len(offload.copied.by_rank) < world.settings.num_ranks else []
     yield from (pair.device for pair in pairs if pair.type is kind)
 
 
 def host_holders(world: World, kind: BlockType) -> Iterator[int]:
     manager = world.manager
-    reads, write_back = manager.store_reads, manager.write_back
+    reads, write_back = manager.reads, manager.write_back
     for sequence in sequences_of(world):
         yield from sequence.held[kind].mounted.values()
         yield from sequence.held[kind].targets.values()
@@ -69,9 +69,9 @@ def host_holders(world: World, kind: BlockType) -> Iterator[int]:
         for column, target in enumerate(operation.targets):
             if operation.columns[column][0] is kind and not abandoned(column):
                 yield target
-    for orphan in reads._orphans.values():
+    for orphan in reads.targets._orphans.values():
         yield from orphan.targets if orphan.type is kind else ()
-    yield from (target for _, of, target in reads.quarantine if of is kind)
+    yield from (target for _, of, target in reads.targets.quarantine if of is kind)
     for loads in (manager.loads.planned, *manager.loads.batches.values()):
         yield from (load.host for load in loads if load.type is kind)
     pairs = [*write_back._pairs, *(pair for offload in write_back._offloads.values() for pair in offload.pairs)]
@@ -181,7 +181,7 @@ def check_sequences(world: World) -> None:
     for sequence in world.preempted:
         assert sequence in scheduler.waiting, "what was preempted comes back in the same step"
     world.preempted.clear()
-    assert min(manager.account.tokens.values()) >= 0
+    assert min(manager.ledger.account.tokens.values()) >= 0
 
 
 def check_window(world: World, sequence: Sequence, most: int) -> None:
@@ -219,7 +219,7 @@ def what_is_left(world: World) -> dict[str, Any]:
         "canonical": len(scheduler.canonical),
         "audit": scheduler.auditor._audit is not None,
         "transfers": manager.busy,
-        "left alone": bool(manager.store_reads.quarantine or (manager.store_reads.num_left_alone and not lost)),
+        "left alone": bool(manager.reads.targets.quarantine or (manager.reads.targets.num_left_alone and not lost)),
         "ranks": world.ranks.busy,
         "calls": world.num_calls - len(world.answered_calls),
         "answers": sum(asked.end is None for asked in world.asked.values()),
@@ -233,9 +233,9 @@ def check_at_the_end(world: World) -> None:
     if world.dead is not None:
         return
     manager = world.manager
-    reads, write_back = manager.store_reads, manager.write_back
+    reads, write_back = manager.reads, manager.write_back
     orphans = Counter(dict.fromkeys(manager.pools, 0))
-    for orphan in reads._orphans.values():
+    for orphan in reads.targets._orphans.values():
         orphans[orphan.type] += len(orphan.targets)
     for tier, kind, pool in pools_of(world):
         assert pool.num_pinned == (orphans[kind] if tier == "host" else 0), f"{tier} {kind.value} blocks stay pinned"
@@ -244,7 +244,7 @@ def check_at_the_end(world: World) -> None:
         "reads by request": reads._prefetch_of,
         "being read": reads._fetching,
         "awaited": reads._awaited,
-        "being computed": manager._filling,
+        "being computed": manager.ledger.prefix.claims,
         "planned loads": manager.loads.planned,
         "loads": manager.loads.batches,
         "pairs": write_back._pairs,
@@ -252,15 +252,13 @@ def check_at_the_end(world: World) -> None:
         "being written back": write_back._offloading,
         "questions": world.core.calls.questions,
         "clears": world.core.calls.clears,
-        "prompt logprobs": world.scheduler._prompt_logprobs,
+        "prompt logprobs": world.scheduler.replies.prompt_logprobs,
     }
     left = {name: table for name, table in tables.items() if table}
     assert not left, left
-    assert not any((*reads._num_targets.values(), *reads._num_mounted.values())), (
-        "counts of targets and mounts do not return to 0"
-    )
+    assert not any((*reads.targets.held.values(),)), "counts of targets and mounts do not return to 0"
     paid = sum(len(asked.prompt) for asked in world.asked.values() if asked.usage is not None)
-    assert sum(manager.account.tokens.values()) == paid, "the tiers' counters are not the sum of all prompts"
+    assert sum(manager.ledger.account.tokens.values()) == paid, "the tiers' counters are not the sum of all prompts"
     for tier, kind, pool in pools_of(world):
         _check_all_can_be_had(pool, orphans[kind] if tier == "host" else 0)
 

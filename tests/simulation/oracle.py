@@ -32,9 +32,9 @@ class HitOracle:
 
     def most(self, sequence: Sequence, *, host: bool = True) -> int:
         """Tokens that could be spared, with the blocks of the device and, if so wanted, of the host."""
-        manager, size, length = self._manager, self._manager.block_size, len(sequence.tokens)
+        manager, size, length = self._manager, self._manager.settings.block_size, len(sequence.tokens)
         wants_all = sequence.request.prompt_logprobs is not None and not sequence.num_generated
-        if sequence.private or not manager.prefix_cache or wants_all:
+        if sequence.private or not manager.settings.prefix_cache or wants_all:
             return 0
         best = 0
         for boundary in range(size, min(length, length - 2 + size) + 1, size):  # the last block spares a token itself
@@ -43,13 +43,13 @@ class HitOracle:
             if whole and (BlockType.LINEAR in manager.pools or sequence.num_generated):
                 continue
             if all(self._holds(sequence, kind, boundary, host=host) for kind in manager.pools):
-                best = min(boundary - manager.drafting.needs_hidden, length - 1)
+                best = min(boundary - manager.settings.drafting.needs_hidden, length - 1)
         return best
 
     def _holds(self, sequence: Sequence, kind: BlockType, boundary: int, *, host: bool) -> bool:
         """The tokens that a restore at `boundary` needs of one type are there."""
         first = {BlockType.KV: 0, BlockType.SWA: boundary - self._window, BlockType.LINEAR: boundary - 1}[kind]
-        pools, size = self._manager.pools[kind], self._manager.block_size
+        pools, size = self._manager.pools[kind], self._manager.settings.block_size
         for token in range(max(0, first), boundary):
             name = sequence.hash_of(token // size)
             there = name in pools.device._index

@@ -211,7 +211,7 @@ class World:
             self.core = self._new_core(ready)
         self.manager, self.scheduler = self.core.manager, self.core.scheduler
         if not one.draft:
-            self.scheduler.propose = self._drafts
+            self.scheduler.drafter.propose = self._drafts
         self.found: dict[str, set[bytes]] = {"device": set(), "host": set()}  # KV blocks, after the last turn
         self.withdrawn: set[bytes] = set()  # since then, on purpose
         self.published: set[bytes] = set()  # since then; perhaps once more, after an eviction
@@ -244,10 +244,10 @@ class World:
                 mock.patch("time.monotonic", self.timeline.monotonic),
                 mock.patch("xllm_hier.engine.remote_worker.Channel", self._channel),
                 mock.patch("xllm_hier.engine.remote_worker.wait_readable", self.timeline.wait),
-                mock.patch("xllm_hier.engine.blocks.store_reads.QUARANTINE_S", QUARANTINE_S),
+                mock.patch("xllm_hier.engine.blocks.read_targets.QUARANTINE_S", QUARANTINE_S),
                 mock.patch("xllm_hier.engine.blocks.policy.MIN_PROMPT_TOKENS", 4),  # prompts are short here,
                 mock.patch("xllm_hier.engine.blocks.policy.STALE_S", 0.3),  # and so are scripts
-                mock.patch("xllm_hier.engine.steps.scheduler.CANONICAL_CHUNK", self.settings.tile),
+                mock.patch("xllm_hier.engine.steps.canonical.CANONICAL_CHUNK", self.settings.tile),
                 mock.patch("xllm_hier.engine.steps.audit.TILE", self.settings.tile),
             ):
                 yield

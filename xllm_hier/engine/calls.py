@@ -8,13 +8,10 @@ from typing import Any
 
 from ..plans import Call, CallResult, WorkerCall, WorkerResult
 from ..wire import Channel, Deadline
-from .pair.decode import DecodeRole
-from .pair.links import PeerLinks
-from .pair.prefill import PrefillRole
+from .build import EngineParts
 from .rank_views import merge_worker_stats, worst_state
 from .remote_worker import RemoteWorkers
 from .report import EngineReport
-from .steps.scheduler import Scheduler
 
 CALL_LIMIT_S = 30.0
 SETTLE_LIMIT_S = 5.0  # a clear waits so long for transfers to end before it takes what there is
@@ -32,25 +29,13 @@ class _WorkerQuestion:
 
 
 class EngineCalls:
-    """Answers every Call, at once or when what it waits for is there: the engine's loop calls `settle` each turn.
+    """Answers every Call, at once or when the state it waits for is there: the engine's loop calls `settle` each
+    turn."""
 
-    `draining` is True from the first drain on: no request is admitted any more.
-    """
-
-    def __init__(
-        self,
-        api: Channel,
-        workers: RemoteWorkers,
-        scheduler: Scheduler,
-        report: EngineReport,
-        *,
-        links: PeerLinks | None,
-        role: PrefillRole | DecodeRole | None,
-    ) -> None:
-        self._api, self._workers, self._scheduler, self._report = api, workers, scheduler, report
-        self._manager = scheduler.manager
-        self._links, self._role = links, role
-        self.draining = False
+    def __init__(self, api: Channel, workers: RemoteWorkers, parts: EngineParts, report: EngineReport) -> None:
+        self._api, self._workers, self._report = api, workers, report
+        self._scheduler, self._manager = parts.scheduler, parts.manager
+        self._role, self._limits = parts.role, parts.limits
         self.questions: dict[int, _WorkerQuestion] = {}
         self.clears: list[tuple[Call, Deadline]] = []
         self._next_question = 0
@@ -70,11 +55,10 @@ class EngineCalls:
         elif call.method in ("attach_store", "detach_store"):
             self._switch_store(call)
         elif call.method == "decode_instances":
-            if isinstance(self._role, PrefillRole) and self._links is not None:
-                self._links.ask(call.args["instances"])
+            self._role.use_decode_instances(call.args["instances"])
             self._answer(call, {})
         elif call.method == "drain":
-            self.draining = True
+            self._limits.draining = True
             self._drains.append(call)
         else:
             self._answer(call, {}, f"no method {call.method!r}")
@@ -95,7 +79,7 @@ class EngineCalls:
             if quiet or deadline.passed():
                 self.clears.remove((call, deadline))
                 self._clear(call)
-        if self._drains and not self._scheduler.sequences and quiet and not self._report.num_elsewhere:
+        if self._drains and not self._scheduler.sequences and quiet and not self._role.num_elsewhere:
             for call in self._drains:
                 self._answer(call, {})
             self._drains.clear()
@@ -137,7 +121,7 @@ class EngineCalls:
     def _switch_store(self, call: Call) -> None:
         """Attach or detach the store on all ranks; the state told is that of the worst one."""
         attach = call.method == "attach_store"
-        if attach and not self._manager.host.num_blocks:
+        if attach and not self._manager.has_host:
             self._answer(call, {}, "this instance has no host tier: start it with --host_blocks_factor above 1")
             return
         self._manager.use_store(attach)

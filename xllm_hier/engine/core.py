@@ -9,13 +9,11 @@ from __future__ import annotations
 import logging
 import signal
 import time
-import uuid
 from collections.abc import Callable
 from typing import Any
 
 import zmq
 
-from ..block import BlockType
 from ..config import EngineConfig
 from ..errors import EngineDeadError, XllmError
 from ..plans import (
@@ -24,32 +22,21 @@ from ..plans import (
     BlocksCompared,
     Call,
     ForwardOutput,
-    OffloadCopied,
-    OffloadStored,
-    PrefetchAnswer,
-    ProbeAnswer,
     PullDone,
     StepOutputs,
-    TransferAck,
     WorkerCall,
     WorkerReady,
     WorkerResult,
 )
 from ..wire import Channel, Deadline, HasSocket
-from .blocks.books import HierarchyBlockManagerPool
-from .blocks.journal import CacheJournal
-from .blocks.policy import RestorePolicy
-from .blocks.store_reads import ReadLimits
+from .build import build_parts, new_links
 from .calls import EngineCalls
-from .pair.decode import DecodeRole
+from .forward_join import join_forward
 from .pair.links import PeerLinks
-from .pair.prefill import PrefillRole
 from .publisher import KvPublisher
-from .rank_views import common_sizes, drafting_of, pd_facts
 from .remote_worker import POLL_S, RemoteWorkers
 from .report import EngineReport
-from .steps.audit import Auditor
-from .steps.scheduler import Scheduler, Step
+from .steps.step import Step
 
 log = logging.getLogger("xllm.engine")
 
@@ -75,54 +62,19 @@ class EngineCore:
         ready: list[WorkerReady],
         links: PeerLinks | None = None,
     ) -> None:
+        parts = build_parts(config, workers, ready, links)
         self.config = config
         self.api = api
         self.workers = workers
-        first = ready[0]
-        self.block_size = int(first.details["block_size"])
-        self.incarnation = links.incarnation if links is not None else uuid.uuid4().hex
-        self.journal = CacheJournal(self.block_size) if config.publishes_events else None
-        self.publisher: KvPublisher | None = None
-        self.manager = HierarchyBlockManagerPool(
-            workers,
-            block_size=self.block_size,
-            types=common_sizes(ready),
-            strides={BlockType(kind): tokens for kind, tokens in first.details.get("strides", {}).items()},
-            scan_tokens=int(first.details.get("scan_tokens", 1)),
-            enable_prefix_cache=config.enable_prefix_cache,
-            store_enabled=config.enable_kvcache_store,
-            decode_kv_reuse=config.decode_kv_reuse,
-            limits=ReadLimits(
-                config.prefetch_batch_size,
-                config.prefetch_timeout,
-                config.prefetch_deadline_ms,
-                config.worker_timeout_s,
-            ),
-            policy=RestorePolicy(self.block_size, measured=config.restore_policy == "measured"),
-            drafting=drafting_of(config.num_speculative_tokens, first.details.get("draft")),
-            journal=self.journal,
-        )
-        self._exact = bool(first.details.get("batch_invariant")) and config.decode_kv_reuse != "as_is"
-        auditor = Auditor(
-            self.manager, config.audit_rate, exact=self._exact, experts=bool(first.details.get("experts"))
-        )
-        self.scheduler = Scheduler(
-            self.manager,
-            max_tokens=config.max_tokens_per_batch,
-            max_seqs=config.max_seqs_per_batch,
-            chunk_tokens=config.chunk_tokens,
-            auditor=auditor,
-        )
         self.links = links
-        self.role: PrefillRole | DecodeRole | None = None
-        if links is not None and config.instance_role == "PREFILL":
-            self.role = PrefillRole(config, self.scheduler, links)
-        elif links is not None:
-            self.role = DecodeRole(config, self.scheduler, links, self._refusal)
+        self.incarnation, self.journal = parts.incarnation, parts.journal
+        self.manager, self.scheduler, self.role = parts.manager, parts.scheduler, parts.role
+        self._policy, self._limits, self._exact = parts.policy, parts.limits, parts.exact
+        self.publisher: KvPublisher | None = None
         self._also: list[HasSocket] = [api] if links is None else [api, links]
-        self._block_bytes = first.block_bytes
-        self.report = EngineReport(config, ready, self.scheduler, self.incarnation, links=links, role=self.role)
-        self.calls = EngineCalls(api, workers, self.scheduler, self.report, links=links, role=self.role)
+        self._block_bytes = ready[0].block_bytes
+        self.report = EngineReport(config, ready, parts, links)
+        self.calls = EngineCalls(api, workers, parts, self.report)
         self._mixed = False
         self._forward_outputs: dict[int, ForwardOutput] = {}
         self._stop = False
@@ -131,10 +83,12 @@ class EngineCore:
         self._back_at = float("-inf")
 
     def publish_events(self, context: zmq.Context[Any]) -> None:
-        """Tell of the caches to whoever listens from now on. Raises StartupError when a port is taken."""
+        """Publish the events of the caches from now on. Raises StartupError when a port is taken."""
         assert self.journal is not None
-        args = (self.config, self.journal, self.manager.types, self.incarnation)
-        self.publisher = self.report.publisher = KvPublisher(context, *args, load=self.report.load)
+        types, load = self.manager.pools.types, self.report.load()
+        self.publisher = self.report.publisher = KvPublisher(
+            context, self.config, self.journal, types, self.incarnation, load=load
+        )
         self._also.append(self.publisher)
 
     # ------------------------------------------------------------------------------------------------ loop
@@ -151,8 +105,8 @@ class EngineCore:
     def turn(self) -> None:
         """Once round the loop: take messages, schedule a step, await it, send what came of it."""
         self._receive(self._patience())
-        self._poll_role()
         self.scheduler.poll_prefetches()
+        self.role.poll(settled=not self._was_away() and self.workers.all_answer(AWAY_S))
         step = self.scheduler.schedule()
         self._stalled = step is None
         if step is not None:
@@ -162,8 +116,11 @@ class EngineCore:
         self.calls.settle()
         if self.config.check_invariants and not self.scheduler.has_work:
             self.manager.check()
+        self._tell_of_caches()
+
+    def _tell_of_caches(self) -> None:
         if self.publisher is not None:
-            self.publisher.tick()
+            self.publisher.tick(self.report.load() if self.publisher.heartbeat_due else None)
 
     def answer_all_open(self, error: EngineDeadError) -> None:
         """Nothing can be computed any more: every open request gets `error`."""
@@ -182,26 +139,20 @@ class EngineCore:
             return 0.0
         if self.scheduler.has_work and not self._stalled:
             return 0.0
-        waits = self.scheduler.has_work or self.scheduler.prefetching or (self.role is not None and self.role.busy)
+        waits = self.scheduler.has_work or self.scheduler.prefetching or self.role.busy
         return STALLED_WAIT_S if waits else IDLE_WAIT_S
 
-    def _poll_role(self) -> None:
-        if isinstance(self.role, PrefillRole):
-            self.role.poll()
-        elif self.role is not None:
-            self.role.poll(settled=not self._was_away() and self.workers.all_answer(AWAY_S))
-
     def _run_step(self, step: Step) -> None:
+        self.role.begin_step(step)
         self.workers.broadcast(step.plan)
         output = self._await_forward(step.plan.step_id)
         self.report.totals.add(output, decode=bool(step.decode))
-        if isinstance(self.role, PrefillRole):
-            self.role.pushes_ended(output.failed_pushes, void=output.error is not None)
+        self.role.pushes_ended(output.failed_pushes, void=output.error is not None)
         if output.error is None:
             prompt_tokens = sum(len(row.token_ids) for row in step.plan.prefill)
             generated = sum(len(row.token_ids) for row in step.plan.decode)
-            self.manager.policy.computed(prompt_tokens, generated, output.compute_s)
-            self.scheduler.finish(step, output)
+            self._policy.computed(prompt_tokens, generated, output.compute_s)
+            self.role.step_ended(self.scheduler.finish(step, output))
         else:
             log.error("step %d failed: %s", step.plan.step_id, output.error)
             self.scheduler.fail_step(step, f"the model's forward failed: {output.error}")
@@ -233,20 +184,7 @@ class EngineCore:
                     )
                 raise EngineDeadError(f"{self.workers.blame(silent)}: no answer within {limit_s:g} s")
         outputs, self._forward_outputs = self._forward_outputs, {}
-        if any(output.step_id != step_id for output in outputs.values()):
-            raise EngineDeadError(f"a worker answered another step than {step_id}")
-        views = {rank: outputs[rank].view for rank in sorted(outputs)}
-        if len(set(views.values())) > 1:
-            seen = "; ".join(
-                f"worker {rank} saw {view}" + (f" and failed: {outputs[rank].error}" if outputs[rank].error else "")
-                for rank, view in views.items()
-            )
-            raise EngineDeadError(f"the ranks' caches have gone apart: {seen}")
-        failed_batches = sorted({batch for output in outputs.values() for batch in output.failed_batches})
-        outputs[0].failed_batches[:] = failed_batches
-        answer = next((output for output in outputs.values() if output.error is not None), outputs[0])
-        answer.failed_pushes[:] = [failure for output in outputs.values() for failure in output.failed_pushes]
-        return answer
+        return join_forward(outputs, step_id)
 
     def _was_away(self) -> bool:
         """This process itself stood still a moment ago: answers may be on their way that would have been in time."""
@@ -264,56 +202,47 @@ class EngineCore:
         for answer in answers:
             self._on_worker(answer)
         self._listen_to_peers()
-        if self.publisher is not None:
-            self.publisher.tick()
+        self._tell_of_caches()
         for rank, state in self.workers.take_states():
             self._mixed |= bool(state.get("mixed_numerics"))
             if "store_state" in state:
                 self.report.store_states[rank] = str(state["store_state"])
             self.scheduler.auditor.exact = self._exact and not self._mixed
-            self.manager.policy.loaded(rank, state.get("loaded_bytes", 0) / self._block_bytes, state.get("load_s", 0.0))
+            self._policy.loaded(rank, state.get("loaded_bytes", 0) / self._block_bytes, state.get("load_s", 0.0))
         while (message := self.api.receive(0)) is not None:
             self._on_api(message)
         self.workers.check_alive()
         if self.api.peer_gone():
             log.info("the client of this engine is gone: stopping")
             self._stop = True
-        age_s, ranks = self.manager.write_back.oldest_copy()
+        age_s, ranks = self.manager.oldest_copy()
         if age_s > self.config.worker_timeout_s and not self._was_away():
             who = self.workers.blame(ranks)
             raise EngineDeadError(f"{who}: a write-back's copy took longer than {self.config.worker_timeout_s:g} s")
-        self.manager.store_reads.release_quarantine()
 
     def _listen_to_peers(self) -> None:
-        if self.links is None or self.role is None:
+        if self.links is None:
             return
         self.links.tick(away=self._was_away())
+        if self.links.heartbeat_due:
+            self.links.send_heartbeat(self.role.load())
         self._mixed |= self.links.mixed_numerics
-        for event in self.links.receive():
+        events = self.links.receive()
+        for event in events:
             self.role.on_event(event)
-        if isinstance(self.role, PrefillRole):
+        if events:
             self._send_outputs()  # tokens of decode instances do not wait for the end of a step here
 
     def _on_worker(self, answer: Any) -> None:
         if isinstance(answer, ForwardOutput):
             self._forward_outputs[answer.rank] = answer
-        elif isinstance(answer, PrefetchAnswer):
-            self.manager.store_reads.on_answer(answer)
-        elif isinstance(answer, ProbeAnswer):
-            self.manager.store_reads.on_probe(answer)
-        elif isinstance(answer, TransferAck):
-            self.manager.loads.on_ack(answer)
-        elif isinstance(answer, OffloadCopied):
-            self.manager.write_back.on_copied(answer)
-        elif isinstance(answer, OffloadStored):
-            self.manager.write_back.on_stored(answer)
-        elif isinstance(answer, PullDone) and self.role is not None:
+        elif isinstance(answer, PullDone):
             self.role.on_pull_done(answer)
         elif isinstance(answer, BlocksCompared):
             self.scheduler.auditor.on_compared(answer)
         elif isinstance(answer, WorkerResult):
             self.calls.on_result(answer)
-        else:
+        elif not self.manager.on_worker(answer):
             log.warning("a worker sent a %s", type(answer).__name__)
 
     def _on_api(self, message: Any) -> None:
@@ -327,47 +256,18 @@ class EngineCore:
             log.warning("the api sent a %s", type(message).__name__)
 
     def _add(self, request: AddRequest) -> None:
-        problem = self._refusal(request)
-        if isinstance(self.role, DecodeRole):
-            problem = ("this instance decodes for PREFILL instances: send requests to one of those", 400)
+        problem = self._limits.refusal(request, self.role.num_elsewhere)
+        if self.role.refuses_clients:
+            problem = self.role.refuses_clients, 400
         if problem is not None:
-            self.scheduler.refuse(request.request_id, *problem)
+            self.scheduler.replies.refuse(request.request_id, *problem)
         else:
             self.scheduler.add_request(request)
 
-    def _refusal(self, request: AddRequest) -> tuple[str, int] | None:
-        """Why a request is not admitted, with its HTTP status; before any prefetch is started."""
-        length, limit = len(request.token_ids), self.report.max_model_len
-        if self.calls.draining:
-            return "the instance is shutting down", 503
-        if request.request_id in self.scheduler.sequences:
-            return f"request id {request.request_id!r} is in use", 400
-        num_open = self.scheduler.num_open + self.report.num_elsewhere
-        if num_open >= self.config.max_waiting_requests:
-            return f"{num_open} requests are open, the limit is {self.config.max_waiting_requests}", 429
-        if not length:
-            return "the prompt has no token", 400
-        if length + request.max_tokens > limit:
-            return f"{length} prompt tokens and {request.max_tokens} new ones are above the limit of {limit}", 400
-        if request.token_ids.min() < 0 or request.token_ids.max() >= self.report.vocab_size:
-            return f"token ids must be from 0 to {self.report.vocab_size - 1}", 400
-        return None
-
     def _send_outputs(self) -> None:
-        outputs = self.scheduler.take_outputs()
-        if isinstance(self.role, DecodeRole):
-            outputs = self.role.deliver(outputs)
+        outputs = self.role.deliver(self.scheduler.take_outputs())
         if outputs:
             self.api.send(StepOutputs(outputs))
-
-
-def _new_links(context: zmq.Context[Any], config: EngineConfig, ready: list[WorkerReady]) -> PeerLinks | None:
-    """Links to the other half of a pair; None for an instance that does both alone."""
-    if not config.enable_disagg_pd:
-        return None
-    endpoints = [answer.endpoint for answer in ready if answer.endpoint is not None]
-    numerics_id = str(ready[0].details.get("numerics_id", ""))
-    return PeerLinks(context, config, pd_facts(config, ready), endpoints, numerics_id)
 
 
 def run_engine(config: EngineConfig, run_dir: str, ready: Callable[[dict[str, Any]], None]) -> int:
@@ -388,7 +288,7 @@ def run_engine(config: EngineConfig, run_dir: str, ready: Callable[[dict[str, An
     signal.signal(signal.SIGTERM, on_signal)
     try:
         answers = workers.wait_ready(config.startup_timeout_s)
-        links = _new_links(context, config, answers)
+        links = new_links(context, config, answers)
         core = EngineCore(config, api, workers, answers, links)
         if core.journal is not None:
             core.publish_events(context)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import zmq
 
 from ..block import BlockType
+from ..clock import now
 from ..config import EngineConfig
 from ..errors import StartupError
 from ..kv_events import END, SNAPSHOT, TOPIC, Cleared, EventBatch, pack_batch
@@ -27,8 +28,7 @@ _MOST_SNAPSHOTS = 64  # under way; who asks beyond them asks again
 class KvPublisher:
     """Two sockets of one engine, used by its thread: one publishes, the other answers; call `tick` often.
 
-    `load` tells of the engine what its heartbeats say. The first batch says that nothing is left of what an earlier
-    process on this address had.
+    The first batch says that nothing is left of the cache of an earlier process on this address, and tells the `load`.
 
     Raises:
         StartupError: a port is taken.
@@ -42,9 +42,9 @@ class KvPublisher:
         groups: Sequence[BlockType],
         incarnation: str,
         *,
-        load: Callable[[], dict[str, Any]],
+        load: dict[str, Any],
     ) -> None:
-        self._journal, self._groups, self._load = journal, groups, load
+        self._journal, self._groups = journal, groups
         self._incarnation = incarnation
         self._interval_s = config.heart_beat_interval
         self._next_heartbeat = 0.0
@@ -62,7 +62,7 @@ class KvPublisher:
             raise
         self.events_address = f"{config.reachable_host}:{port}"
         self.replay_address = f"{config.reachable_host}:{replay}"
-        self._send([Cleared()])
+        self._send([Cleared()], load)
 
     def _listen(
         self, context: zmq.Context[Any], kind: int, host: str, setting: str, port: int
@@ -81,11 +81,17 @@ class KvPublisher:
             raise StartupError(f"{setting} {port} on {host} cannot be taken: {error}") from error
         return socket, port
 
-    def tick(self) -> None:
-        """Publish what has happened, or that this engine lives; answer questions."""
+    @property
+    def heartbeat_due(self) -> bool:
+        """It is time for a `tick` with a load."""
+        return now() >= self._next_heartbeat
+
+    def tick(self, load: dict[str, Any] | None = None) -> None:
+        """Publish the events since the last call; with a `load` also that, whether or not there are events. Answer
+        questions."""
         events = self._journal.take()
-        if events or time.monotonic() >= self._next_heartbeat:
-            self._send(events)
+        if events or load is not None:
+            self._send(events, load)
         while self.socket.poll(0):
             frames = self.socket.recv_multipart()
             if len(frames) != 3 or (len(frames[2]) != 8 and frames[2] != SNAPSHOT):
@@ -100,10 +106,9 @@ class KvPublisher:
         """The next `tick` has something to do."""
         return bool(self._snapshots)
 
-    def _send(self, events: list[Any]) -> None:
-        load = None
-        if time.monotonic() >= self._next_heartbeat:
-            load, self._next_heartbeat = self._load(), time.monotonic() + self._interval_s
+    def _send(self, events: list[Any], load: dict[str, Any] | None) -> None:
+        if load is not None:
+            self._next_heartbeat = now() + self._interval_s
         payload = self._pack(events, load)
         self._publish.send_multipart([TOPIC.encode(), self._number.to_bytes(8, "big"), payload])
         self._kept.append((self._number, payload))

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..config import EngineConfig
 from ..plans import TypeSizes, WorkerReady
-from .blocks.drafting import Drafting
+from .blocks.settings import Drafting
 
 _STATE_ORDER = ("detached", "attached", "degraded", "open")  # from no worry to most
 

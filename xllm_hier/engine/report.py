@@ -11,12 +11,11 @@ from typing import Any
 from ..config import EngineConfig
 from ..plans import ForwardOutput, TypeSizes, WorkerReady
 from ..version import __version__
-from .pair.decode import DecodeRole
+from .build import EngineParts
 from .pair.links import PeerLinks
-from .pair.prefill import PrefillRole
 from .publisher import KvPublisher
 from .rank_views import common_sizes, store_keys, worst_state
-from .steps.scheduler import RECENT, Scheduler
+from .steps.replies import RECENT
 
 
 @dataclass(eq=False)
@@ -51,17 +50,13 @@ class EngineReport:
         self,
         config: EngineConfig,
         ready: list[WorkerReady],
-        scheduler: Scheduler,
-        incarnation: str,
-        *,
+        parts: EngineParts,
         links: PeerLinks | None,
-        role: PrefillRole | DecodeRole | None,
     ) -> None:
         first = ready[0]
-        self._config, self._ready, self._scheduler, self._incarnation = config, ready, scheduler, incarnation
-        self._links, self._role = links, role
-        self.max_model_len = min(first.max_model_len, scheduler.manager.most_tokens)
-        self.vocab_size = first.vocab_size
+        self._config, self._ready, self._links = config, ready, links
+        self._scheduler, self._manager, self._policy = parts.scheduler, parts.manager, parts.policy
+        self._role, self._limits, self._incarnation = parts.role, parts.limits, parts.incarnation
         self.publisher: KvPublisher | None = None
         self.totals = StepTotals()
         self.store_states: dict[int, str] = {}
@@ -75,26 +70,21 @@ class EngineReport:
         }
         self._started = time.monotonic()
 
-    @property
-    def num_elsewhere(self) -> int:
-        """Requests that this engine decodes for others and that its scheduler does not have yet."""
-        return self._role.num_open if isinstance(self._role, DecodeRole) else 0
-
     def info(self) -> dict[str, Any]:
         """What a client must know of the instance: names, limits, sizes."""
-        config, manager, links, publisher = self._config, self._scheduler.manager, self._links, self.publisher
-        first = self._ready[0]
+        config, links, publisher = self._config, self._links, self.publisher
+        first, sizes = self._ready[0], common_sizes(self._ready)
         return {
             "model": config.api_model_name,
             "model_id": config.name_space,
             "version": __version__,
-            "max_model_len": self.max_model_len,
-            "vocab_size": self.vocab_size,
+            "max_model_len": self._limits.max_model_len,
+            "vocab_size": self._limits.vocab_size,
             "eos_token_ids": first.eos_token_ids,
             "block_size": int(first.details["block_size"]),
-            "num_device_blocks": manager.device.num_blocks,
-            "num_host_blocks": manager.host.num_blocks,
-            "block_types": {sizes.block_type: self._type_info(sizes) for sizes in common_sizes(self._ready)},
+            "num_device_blocks": sizes[0].num_device_blocks,
+            "num_host_blocks": sizes[0].num_host_blocks,
+            "block_types": {one.block_type: self._type_info(one) for one in sizes},
             "store_state": self.worker_stats.get("store_state", "detached"),
             "tp_size": len(self._ready),
             "tier_bytes": self._tier_bytes,
@@ -120,9 +110,10 @@ class EngineReport:
     def load(self) -> dict[str, Any]:
         """What a router should know of this engine now: how much there is to do, and the rates measured here, None
         where nothing was measured (lately)."""
-        scheduler, policy, recent = self._scheduler, self._scheduler.manager.policy, self.totals.recent_decodes
+        scheduler, policy, recent = self._scheduler, self._policy, self.totals.recent_decodes
+        first_tokens = scheduler.replies.first_token_s
         return {
-            "num_open": scheduler.num_open + self.num_elsewhere,
+            "num_open": scheduler.num_open + self._role.num_elsewhere,
             "num_waiting": len(scheduler.waiting) + len(scheduler.prefetching),
             "num_running": len(scheduler.running),
             "backlog_tokens": scheduler.backlog_tokens(),
@@ -130,43 +121,44 @@ class EngineReport:
             "load_s": policy.load.value,
             "read_s": policy.read.value,
             "step_s": statistics.median(recent) if recent else None,
-            "ttft_s": statistics.median(scheduler.first_token_s) if scheduler.first_token_s else None,
+            "ttft_s": statistics.median(first_tokens) if first_tokens else None,
             "store_state": worst_state(list(self.store_states.values())),
         }
 
     def stats(self) -> dict[str, Any]:
         """The figures behind /cache/stats and /metrics."""
-        scheduler, manager, totals = self._scheduler, self._scheduler.manager, self.totals
+        scheduler, manager, totals = self._scheduler, self._manager, self.totals
+        figures = manager.figures()
         failures = list(self.worker_stats.get("transfer_failures", []))
         stats = {
             **self.worker_stats,
-            "transfer_failures": [*failures, ["g2h", "timeout", manager.store_reads.num_timeouts]],
+            "transfer_failures": [*failures, ["g2h", "timeout", figures.read_timeouts]],
             "blocks": manager.block_counts(),
             "tier_bytes": self._tier_bytes,
-            "prefix_tokens": dict(manager.account.tokens),
+            "prefix_tokens": figures.prefix_tokens,
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
             "prefetching": len(scheduler.prefetching),
             "canonical": len(scheduler.canonical),
             "preemptions": scheduler.num_preemptions,
-            "generation_tokens": scheduler.num_generated_tokens,
+            "generation_tokens": scheduler.replies.num_generated_tokens,
             "steps": totals.steps,
             "compute_s": totals.compute_s,
             "draft_s": totals.draft_s,
             "load_wait_s": totals.wait_s,
-            "failed_loads": manager.loads.num_failed,
-            "restore_decisions": manager.policy.decisions,
+            "failed_loads": figures.failed_loads,
+            "restore_decisions": self._policy.decisions,
             "audits": scheduler.auditor.results,
             "drafted": scheduler.drafts.drafted,
             "accepted": scheduler.drafts.accepted,
             "draft_steps": scheduler.drafts.steps,
             "accept_length": scheduler.drafts.accept_length,
-            "accept_alarm": manager.drafting.by_model and scheduler.drafts.alarm,
+            "accept_alarm": manager.settings.drafting.by_model and scheduler.drafts.alarm,
             "cache_alarm": scheduler.auditor.alarm,
-            "failed_offloads": manager.write_back.num_failed,
+            "failed_offloads": figures.failed_offloads,
             "uptime_s": time.monotonic() - self._started,
         }
-        if self._links is not None and self._role is not None:
+        if self._links is not None:
             stats["pd"] = {
                 "role": self._config.instance_role,
                 "address": self._links.address,

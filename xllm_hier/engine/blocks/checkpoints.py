@@ -11,20 +11,19 @@ is only read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from ...plans import HOLE, StateMoves, ints
+from .keeping import Keeping
 from .sequence import Sequence
 from .types import HeldCheckpoints, TypePools
 
 
 class Checkpoints:
-    """The LINEAR blocks of all sequences; `is_kept` says of a block's number whether its boundary is worth keeping."""
+    """The LINEAR blocks of all sequences."""
 
-    def __init__(self, pools: TypePools, is_kept: Callable[[Sequence, TypePools, int], bool]) -> None:
+    def __init__(self, pools: TypePools, keeping: Keeping) -> None:
         self._pools = pools
         self._size = pools.rule.block_size
-        self._is_kept = is_kept
+        self._keeping = keeping
 
     def _held(self, sequence: Sequence) -> HeldCheckpoints:
         held = sequence.held[self._pools.type]
@@ -47,7 +46,7 @@ class Checkpoints:
             end = sequence.prompt_length  # a state that decoding left must not be found where a prompt's is looked for
         last = min(num_tokens, end) // self._size
         for index in range(sequence.num_computed // self._size, last):
-            if held.block(index) == HOLE and self._is_kept(sequence, self._pools, index):
+            if held.block(index) == HOLE and self._keeping.is_kept(sequence, self._pools, index):
                 block = device.allocate(1) if device.num_available > left else None
                 if block is None:
                     return
@@ -111,5 +110,5 @@ class Checkpoints:
         """Let go of the checkpoints from block `first` on: what they hold will be computed anew."""
         held = self._held(sequence)
         for index in [index for index in held.numbers(len(sequence.tokens)) if index >= first]:
-            self._pools.let_go([held.block(index)])
+            self._pools.release([held.block(index)])
             held.put(index, HOLE)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...block import BlockType
 from ...plans import TransferAck, TransferBlocks
-from .types import TypePools
-from .write_back import WorkerLink, block_mappings, draft_part
+from .ledger import Ledger
+from .moves import Orders, block_mappings, draft_part
+from .types import DeviceBlocks
 
 log = logging.getLogger("xllm.engine")
 
@@ -25,20 +26,13 @@ class Load:
 
 
 class Loads:
-    """Copies of host blocks to device blocks, each batch for one forward; `draft_types` as in WriteBack."""
+    """Copies of host blocks to device blocks, each batch for one forward; the draft model's blocks of the same numbers
+    go along."""
 
-    def __init__(
-        self,
-        link: WorkerLink,
-        pools: Mapping[BlockType, TypePools],
-        new_id: Callable[[], int],
-        *,
-        draft_types: tuple[str, ...] = (),
-    ) -> None:
-        self._link = link
-        self._pools = pools
-        self._new_id = new_id
-        self._draft_types = draft_types
+    def __init__(self, orders: Orders, ledger: Ledger) -> None:
+        self._orders = orders
+        self._pools = ledger.pools
+        self._draft_types = ledger.settings.drafting.moved_types
         self.planned: list[Load] = []
         self.batches: dict[int, list[Load]] = {}
         self._failed_acks: set[int] = set()
@@ -57,11 +51,11 @@ class Loads:
         """Send the load planned since the last call; its batch ids (none or one) go into the next Forward."""
         if not self.planned:
             return []
-        batch_id, loads = self._new_id(), self.planned
+        batch_id, loads = self._orders.new_id(), self.planned
         self.planned = []
         self.batches[batch_id] = loads
         target = block_mappings(loads)
-        self._link.broadcast(TransferBlocks(batch_id, target, draft_part(target, self._draft_types)))
+        self._orders.send(TransferBlocks(batch_id, target, draft_part(target, self._draft_types)))
         return [batch_id]
 
     def on_ack(self, ack: TransferAck) -> None:
@@ -71,10 +65,10 @@ class Loads:
             log.error("rank %d registered %d of %d blocks to load", ack.rank, ack.num_blocks, len(loads))
             self._failed_acks.add(ack.batch_id)
 
-    def finish(self, batch_ids: Iterable[int], failed: Iterable[int]) -> set[tuple[BlockType, int]]:
+    def finish(self, batch_ids: Iterable[int], failed: Iterable[int]) -> DeviceBlocks:
         """The forward that waited for these loads has returned. Returns the device blocks whose load failed: they and
-        their host sources are withdrawn from the prefix, and who holds them must compute again."""
-        bad: set[tuple[BlockType, int]] = set()
+        their host sources are withdrawn from the prefix, and their holders must compute again."""
+        bad: DeviceBlocks = set()
         failed = set(failed)
         for batch_id in batch_ids:
             loads = self.batches.pop(batch_id)

@@ -46,6 +46,7 @@ class BlockPool:
         self._leaves: list[tuple[int, int]] = []  # heap of (last_used, block); entries may be stale
         self._num_evictable = 0
         self._clock = 0
+        self.version = 0  # grows with each change of the index
         self.on_stored: Callable[[bytes], None] | None = None
         self.on_removed: Callable[[bytes], None] | None = None
 
@@ -196,6 +197,7 @@ class BlockPool:
         self._state[block] = BlockState.READY
         self._hash[block], self._parent[block] = block_hash, parent_hash
         self._index[block_hash] = block
+        self.version += 1
         self._num_children[parent_hash] = self._num_children.get(parent_hash, 0) + 1
         self._num_evictable += 1  # it is pinned, which the next line counts
         self._pin_changed(block, +1)
@@ -226,6 +228,7 @@ class BlockPool:
             self._pin_changed(block, -1)
         self._num_evictable -= 1
         del self._index[self._hash[block]]
+        self.version += 1
         left = self._num_children[parent_hash] - 1
         if left:
             self._num_children[parent_hash] = left

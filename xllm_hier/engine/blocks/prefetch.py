@@ -1,11 +1,29 @@
-"""What the workers say of a prefetch: a matrix of workers x blocks, whose columns count only if all rows agree."""
+"""The ranks' answers to one request's prefetch: a matrix of workers x blocks, joined by the AND over ranks."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ...plans import HIT, UNKNOWN
+from .moves import RankAnswers, and_over_ranks, unknown_blocks
+
+
+@dataclass(eq=False)
+class _Batch:
+    length: int
+    answers: RankAnswers[bytes]
+
+
+@dataclass(frozen=True)
+class AbandonedBatch:
+    """A batch that nobody waits for any more: `ranks` may still read into its targets, `unknown` are the columns
+    (counted from `offset`) that an answer has left open already."""
+
+    offset: int
+    length: int
+    ranks: set[int]
+    unknown: set[int]
 
 
 class PrefetchResult:
@@ -23,11 +41,9 @@ class PrefetchResult:
         self.num_workers = num_workers
         self.num_blocks = num_blocks
         self.batch_size = batch_size
-        self._hits = [bytearray(num_blocks) for _ in range(num_workers)]
-        self._unknown = bytearray(num_blocks)
+        self._joined = bytearray(num_blocks)  # MISS until the block's batch is complete
         self._abandoned = bytearray(num_blocks)
-        self._answered: dict[int, set[int]] = {}  # offset of a batch in flight -> ranks that answered
-        self._batch_blocks: dict[int, int] = {}
+        self._in_flight: dict[int, _Batch] = {}  # by offset
         self._num_issued = 0
         self._stop = False
         self._missed = False
@@ -38,7 +54,8 @@ class PrefetchResult:
     def next_batch(self, max_blocks: int) -> tuple[int, int] | None:
         """(offset, length) of the next batch to issue, or None when no more is to be issued, now or ever.
 
-        `max_blocks` is how many targets can be had; 0 ends the prefetch, since waiting for room could be for ever.
+        `max_blocks` is the number of targets that can be had; 0 ends the prefetch, because waiting for room could be
+        for ever.
         """
         if self._timeout_s and not self.timed_out and time.monotonic() - self._started >= self._timeout_s:
             self.timed_out = self._num_issued < self.num_blocks
@@ -51,66 +68,56 @@ class PrefetchResult:
         offset = self._num_issued
         length = min(self.batch_size, self.num_blocks - offset, max_blocks)
         self._num_issued += length
-        self._answered[offset] = set()
-        self._batch_blocks[offset] = length
+        self._in_flight[offset] = _Batch(length, RankAnswers(self.num_workers))
         return offset, length
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._answered)
+        """Batches that some rank has not answered yet."""
+        return len(self._in_flight)
 
     @property
     def num_blocks_in_flight(self) -> int:
-        return sum(self._batch_blocks[offset] for offset in self._answered)
+        return sum(batch.length for batch in self._in_flight.values())
 
-    def record(self, rank: int, offset: int, hits: Sequence[int]) -> bool:
+    def record(self, rank: int, offset: int, hits: bytes) -> bool:
         """Take one worker's answer to one batch; False when it is not awaited (late, twice, unknown): it is ignored.
 
         An answer of the wrong length counts as all missed.
         """
-        waiting = self._answered.get(offset)
-        if waiting is None or rank in waiting or not 0 <= rank < self.num_workers:
+        batch = self._in_flight.get(offset)
+        if batch is None or not batch.answers.add(rank, bytes(hits)):
             return False
-        length = self._batch_blocks[offset]
-        if len(hits) == length:
-            self._hits[rank][offset : offset + length] = bytes(1 if hit == HIT else 0 for hit in hits)
-            for column in self.unknown_columns(hits, length):
-                self._unknown[offset + column] = 1
-        waiting.add(rank)
-        if len(waiting) == self.num_workers:
-            del self._answered[offset]
-            if not all(self._merged(offset, length)):
-                self._missed = True
+        if batch.answers.complete:
+            del self._in_flight[offset]
+            joined = and_over_ranks(batch.answers.by_rank.values(), batch.length)
+            self._joined[offset : offset + batch.length] = joined
+            self._missed |= any(said != HIT for said in joined)
         return True
 
     def request_stop(self) -> bool:
-        """No further batch is issued; True the first time, False when it had been asked before."""
+        """No further batch is issued; True the first time, False when a stop had been requested before."""
         first, self._stop = not self._stop, True
         return first
 
-    def abandon(self) -> list[tuple[int, int, set[int]]]:
-        """Wait for no answer any more. Returns (offset, length, ranks that have not answered) of what is in flight."""
+    def abandon(self) -> list[AbandonedBatch]:
+        """Wait for no answer any more. Returns the batches that were in flight."""
         self._stop = True
         left = []
-        for offset, answered in self._answered.items():
-            length = self._batch_blocks[offset]
-            self._abandoned[offset : offset + length] = b"\1" * length
-            left.append((offset, length, set(range(self.num_workers)) - answered))
-        self._answered.clear()
+        for offset, batch in self._in_flight.items():
+            self._abandoned[offset : offset + batch.length] = b"\1" * batch.length
+            unknown = unknown_blocks(batch.answers.by_rank.values(), batch.length)
+            left.append(AbandonedBatch(offset, batch.length, batch.answers.missing, unknown))
+        self._in_flight.clear()
         return left
 
-    @staticmethod
-    def unknown_columns(hits: Sequence[int], length: int) -> set[int]:
-        """Columns of one answer whose target may still be written to; none when it has another length."""
-        return {column for column, hit in enumerate(hits) if hit == UNKNOWN} if len(hits) == length else set()
-
     def is_hit(self, column: int) -> bool:
-        """Logical AND over all workers, for one block."""
-        return self._merged(column, 1)[0]
+        """Every rank has the block, whole and verified."""
+        return self._joined[column] == HIT and not self._abandoned[column]
 
     def is_unknown(self, column: int) -> bool:
-        """The block's target may still be written to by a read that was given up."""
-        return bool(self._unknown[column])
+        """A read that has failed may still write to the block's target."""
+        return self._joined[column] == UNKNOWN
 
     def is_abandoned(self, column: int) -> bool:
         """Nobody waits for the answer about this block any more."""
@@ -118,14 +125,8 @@ class PrefetchResult:
 
     def completed(self) -> bool:
         """No batch is in flight and none will follow."""
-        return not self._answered and (self._stop or self._missed or self._num_issued >= self.num_blocks)
-
-    def _merged(self, offset: int, length: int) -> list[bool]:
-        return [
-            all(row[column] for row in self._hits) and not self._unknown[column] and not self._abandoned[column]
-            for column in range(offset, offset + length)
-        ]
+        return not self._in_flight and (self._stop or self._missed or self._num_issued >= self.num_blocks)
 
     def merged_hits(self) -> list[bool]:
         """Logical AND over all workers, one entry per block."""
-        return self._merged(0, self.num_blocks)
+        return [self.is_hit(column) for column in range(self.num_blocks)]

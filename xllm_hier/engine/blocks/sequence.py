@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence as Types
 from dataclasses import dataclass, field
 from enum import Enum
 
 from ...block import BlockType
+from ...clock import now
 from ...hashing import block_hash, decode_tag, prompt_hashes, root_hash
 from ...plans import AddRequest, Ints, PromptUsage, ints
-from .types import Held, HeldCheckpoints
+from .types import DeviceBlocks, Held, HeldCheckpoints, Hit, Places
 
 _NOTHING = ints([])
 
 
 class SequenceState(Enum):
-    """Queue a sequence stands in. CANONICAL: answered in full, its decoded blocks wait to be recomputed. REMOTE: waits
-    for another instance, or is there."""
+    """Queue a sequence stands in.
+
+    CANONICAL: it is answered in full, and its decoded blocks wait to be recomputed. REMOTE: it waits for another
+    instance, or is there.
+    """
 
     PREFETCHING = "prefetching"
     WAITING = "waiting"
@@ -27,8 +29,13 @@ class SequenceState(Enum):
     FINISHED = "finished"
 
 
-def _now() -> float:
-    return time.monotonic()
+class Home(Enum):
+    """The instance that generates a sequence's tokens. SOUGHT: a decode instance that has not been found yet; FOUND:
+    one that has room for the sequence, which this instance may then compute."""
+
+    HERE = "here"
+    SOUGHT = "sought"
+    FOUND = "found"
 
 
 @dataclass(eq=False)
@@ -51,7 +58,7 @@ class Sequence:
     request: AddRequest
     block_size: int
     tag_decoded: bool  # blocks with decoded tokens get their own hashes (decode_kv_reuse is not as_is)
-    types: Types[BlockType] = (BlockType.KV,)
+    types: tuple[BlockType, ...] = (BlockType.KV,)
     private: bool = False  # it neither takes from any cache nor leaves anything there
     remote: bool = False  # another instance computes it: of the caches here only the device's counts
     state: SequenceState = SequenceState.PREFETCHING
@@ -74,7 +81,10 @@ class Sequence:
     arrival: int = 0
     canonical_end: int = 0
     num_preemptions: int = 0
-    arrived_at: float = field(default_factory=_now)
+    home: Home = Home.HERE
+    hit: Hit | None = None  # see `Prefix.hit`; that of the caches and tokens as `hit_state` has them
+    hit_state: tuple[object, ...] = ()
+    arrived_at: float = field(default_factory=now)
 
     def __post_init__(self) -> None:
         self.held = {kind: HeldCheckpoints() if kind is BlockType.LINEAR else Held() for kind in self.types}
@@ -152,6 +162,16 @@ class Sequence:
     def window_table(self) -> Ints | None:
         """That of SWA blocks; None when the model has none."""
         return self.held[BlockType.SWA].table() if BlockType.SWA in self.held else None
+
+    def holds_any(self, blocks: DeviceBlocks) -> bool:
+        """The sequence holds one of these device blocks."""
+        return bool(blocks) and any(
+            block in held.blocks for kind, block in blocks if (held := self.held.get(kind)) is not None
+        )
+
+    def num_shared(self, places: Places) -> int:
+        """Leading blocks of the first type that are not among `places`, of which the rest is to be filled."""
+        return min(places.get(self.types[0], {}), default=len(self.device_blocks))
 
     def forget_blocks(self) -> None:
         """Nothing is held any more; the tokens stay."""

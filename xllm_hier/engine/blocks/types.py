@@ -1,8 +1,8 @@
-"""Blocks of one BlockType: the pools of both tiers, and what one sequence holds of them."""
+"""Blocks by BlockType: the pools of both tiers, and the blocks that one sequence holds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,12 +13,16 @@ from .pool import BlockPool
 
 _NO_TREE = b"none"  # parent of all blocks whose use does not depend on the blocks before them
 
+Places = dict[BlockType, dict[int, int]]  # of each type device blocks by number
+DeviceBlocks = set[tuple[BlockType, int]]  # device blocks with their types
+STATE = 0  # the number of a recurrent state among `Places`
+
 
 class TypePools:
     """Device and host blocks of one type, by the books; one weighs as many bytes as `weight` blocks of the first type.
 
-    KV blocks form a tree, of which eviction takes leaves. The others are useful without what lies before them, so each
-    is a tree of its own; what is let go of earlier, and of one sequence its head, is evicted first.
+    KV blocks form a tree, of which eviction takes leaves. Blocks of the other types are useful without the blocks
+    before them, so each is a tree of its own; those released earlier, and of one sequence its head, are evicted first.
     """
 
     def __init__(self, sizes: TypeSizes, block_size: int, weight: float = 1.0) -> None:
@@ -29,11 +33,11 @@ class TypePools:
         self.host = BlockPool(sizes.num_host_blocks)
 
     def parent(self, parent_hash: bytes) -> bytes:
-        """What a block counts as the child of, whose parent in the chain of hashes is `parent_hash`."""
+        """The parent in the pool's tree of a block whose parent in the chain of hashes is `parent_hash`."""
         return _NO_TREE if self.rule.span else parent_hash
 
-    def let_go(self, blocks: Iterable[int]) -> None:
-        """A sequence's device blocks, in its order, have one holder less."""
+    def release(self, blocks: Iterable[int]) -> None:
+        """Give one reference of each device block back; `blocks` are in the order of their sequence."""
         held = (block for block in blocks if block != HOLE)
         if not self.rule.span:
             self.device.unpin(held)
@@ -44,6 +48,63 @@ class TypePools:
     @property
     def tiers(self) -> dict[str, BlockPool]:
         return {"device": self.device, "host": self.host}
+
+
+class PoolSet(Mapping[BlockType, TypePools]):
+    """The pools of all BlockTypes of a model, the first type first; `sizes` names those types and counts their blocks.
+
+    All types number their blocks alike, `block_size` tokens each, and share one chain of hashes.
+    """
+
+    def __init__(self, sizes: Sequence[TypeSizes], block_size: int) -> None:
+        unit = sizes[0].block_bytes or 1
+        self.block_size = block_size
+        self._pools = {BlockType(one.block_type): TypePools(one, block_size, one.block_bytes / unit) for one in sizes}
+        self.types = tuple(self._pools)
+        self.first = self._pools[self.types[0]]
+        self.rules = [pools.rule for pools in self._pools.values()]
+        self.tables = [pools for pools in self._pools.values() if pools.type is not BlockType.LINEAR]
+        self.linear = self._pools.get(BlockType.LINEAR)
+        # All blocks up to the first missing one make a prefix, of any length.
+        self.prefix_only = len(self._pools) == 1 and not self.first.rule.span
+        self._all = [pool for pools in self._pools.values() for pool in pools.tiers.values()]
+
+    def __getitem__(self, block_type: BlockType) -> TypePools:
+        return self._pools[block_type]
+
+    def __iter__(self) -> Iterator[BlockType]:
+        return iter(self._pools)
+
+    def __len__(self) -> int:
+        return len(self._pools)
+
+    @property
+    def version(self) -> int:
+        """A number that is another one whenever some block became findable, or no longer is."""
+        return sum(pool.version for pool in self._all)
+
+    def allocate_device(self, counts: Mapping[BlockType, int]) -> dict[BlockType, list[int]] | None:
+        """`counts[t]` device blocks of each type t, or None and nothing changed."""
+        if any(self._pools[kind].device.num_available < count for kind, count in counts.items()):
+            return None
+        return {kind: self._pools[kind].device.allocate(count) or [] for kind, count in counts.items()}
+
+    def weight(self, kinds: Iterable[BlockType]) -> float:
+        """Bytes of blocks of these types, in blocks of the first type."""
+        return sum(self._pools[kind].weight for kind in kinds)
+
+
+@dataclass(frozen=True)
+class Hit:
+    """The part of a sequence that need not be computed; `prefix` has the rule.
+
+    `boundary`: blocks behind which computing goes on. `matched`: leading blocks of the first type that are there, which
+    may reach beyond the boundary that all types allow. `tokens`: the tokens of the hit.
+    """
+
+    boundary: int
+    matched: int
+    tokens: int
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -31,12 +30,15 @@ from ...peer_plans import (
     Release,
     Tokens,
 )
-from ...plans import AddRequest, LinkPeer, PullBlocks, PullDone, RemoteBlocks, RequestOutput, UnlinkPeer, ints
+from ...plans import LinkPeer, PullBlocks, PullDone, RemoteBlocks, RequestOutput, UnlinkPeer, ints
+from ..blocks.moves import RankAnswers, draft_part
 from ..blocks.sequence import Sequence, SequenceState
-from ..blocks.write_back import draft_part
+from ..blocks.types import Places
+from ..steps.limits import RequestLimits
 from ..steps.scheduler import Scheduler
-from .handover import Places, allocate, num_shared, numbered, places_of, take_over
+from .handover import numbered, places_of
 from .links import PeerEvent, PeerLinks
+from .role import Role
 
 log = logging.getLogger("xllm.peers")
 
@@ -46,10 +48,8 @@ log = logging.getLogger("xllm.peers")
 LATE_WRITES_S = 15.0
 _LAST_CALL_S = 10.0
 
-Refusal = Callable[[AddRequest], tuple[str, int] | None]
 
-
-class Phase(Enum):
+class InboundPhase(Enum):
     """Where a request stands that a prefill instance computes."""
 
     QUEUED = "queued"
@@ -63,18 +63,18 @@ class Phase(Enum):
 class _Inbound:
     """One request of `peer`, which calls it `request_id`; here it has a `key` of its own, as names may meet.
 
-    `places` are the blocks that are filled from there. `answers` of the ranks to the pull; `cancelled`: the peer does
-    not want it any more; `orphaned`: that one's process has ended.
+    `places` are the blocks that are filled from there; `answers` are those of the ranks to the pull. `cancelled`: the
+    peer does not want the request any more. `orphaned`: the peer's process has ended.
     """
 
     peer: str
     request_id: str
     sequence: Sequence
-    phase: Phase = Phase.QUEUED
+    answers: RankAnswers[PullDone]
+    phase: InboundPhase = InboundPhase.QUEUED
     places: Places = field(default_factory=dict)
     first: FirstGeneration | None = None
     pull_id: int = 0
-    answers: dict[int, PullDone] = field(default_factory=dict)
     cancelled: str = ""
     orphaned: bool = False
     num_sent: int = 0
@@ -85,7 +85,7 @@ class _Inbound:
 
 
 @dataclass(eq=False)
-class _Held:
+class _Withheld:
     """Blocks of a request that is over: `until` a point in time, or None until `peer` is heard of."""
 
     peer: str
@@ -93,70 +93,67 @@ class _Held:
     until: float | None
 
 
-class DecodeRole:
+class DecodeRole(Role):
     """Finds room, takes over, sends tokens back; used by the engine's thread.
 
-    `refusal` says why a request cannot be served here. What peers say waits for `poll`, when no step is under way.
+    Messages of peers wait for `poll`, when no step is under way.
     """
 
-    def __init__(self, config: EngineConfig, scheduler: Scheduler, links: PeerLinks, refusal: Refusal) -> None:
+    def __init__(self, config: EngineConfig, scheduler: Scheduler, links: PeerLinks, limits: RequestLimits) -> None:
         self._mode = config.kv_cache_transfer_mode
         self._late_s = max(LATE_WRITES_S, config.peer_timeout_s + _LAST_CALL_S)
         self._scheduler = scheduler
         self._manager = scheduler.manager
         self._links = links
-        self._refusal = refusal
+        self._limits = limits
         self._requests: dict[str, _Inbound] = {}
         self._by_pull: dict[int, _Inbound] = {}
         self._events: list[PeerEvent | PullDone] = []
-        self._held: list[_Held] = []
+        self._held: list[_Withheld] = []
         self._alarm = False  # of the audit, seen already
         self.num_taken = self.num_failed_pulls = 0
-        links.load = self._load
 
-    def _load(self) -> Heartbeat:
-        queued = sum(request.phase is Phase.QUEUED for request in self._requests.values())
+    @property
+    def refuses_clients(self) -> str:
+        return "this instance decodes for PREFILL instances: send requests to one of those"
+
+    def load(self) -> Heartbeat:
+        queued = sum(request.phase is InboundPhase.QUEUED for request in self._requests.values())
         return Heartbeat(len(self._requests), queued, self._manager.num_available)
 
     @property
     def busy(self) -> bool:
-        """Something waits for what only time brings."""
-        return bool(self._events or self._held) or any(r.phase is Phase.QUEUED for r in self._requests.values())
+        return bool(self._events or self._held) or any(r.phase is InboundPhase.QUEUED for r in self._requests.values())
 
     @property
-    def num_open(self) -> int:
+    def num_elsewhere(self) -> int:
         """Requests that do not generate yet."""
-        return sum(request.phase is not Phase.RUNNING for request in self._requests.values())
+        return sum(request.phase is not InboundPhase.RUNNING for request in self._requests.values())
 
     def stats(self) -> dict[str, Any]:
-        """Figures for the metrics."""
         phases = [request.phase for request in self._requests.values()]
         return {
             "taken_over": self.num_taken,
             "failed_pulls": self.num_failed_pulls,
             "held": len(self._held),
-            "phases": {phase.value: phases.count(phase) for phase in Phase},
+            "phases": {phase.value: phases.count(phase) for phase in InboundPhase},
         }
 
     # ------------------------------------------------------------------------------------- what peers say
 
     def on_event(self, event: PeerEvent) -> None:
-        """Something that a link brought."""
         self._events.append(event)
 
     def on_pull_done(self, done: PullDone) -> None:
-        """One rank's answer to a pull."""
         self._events.append(done)
 
     def poll(self, *, settled: bool) -> None:
-        """Go on with whatever can go on; no step is under way. Not `settled`: this process, or a worker, stood still
-        a moment ago, so that what was on the wire then may come only now."""
         events, self._events = self._events, []
         for event in events:
             if isinstance(event, PullDone):
                 self._on_pull_done(event)
             elif event.linked is not None:
-                self._manager.link.broadcast(LinkPeer(event.peer, event.linked.endpoints))
+                self._manager.send(LinkPeer(event.peer, event.linked.endpoints))
                 self._hear_of(event.peer, self._late_s if event.linked.uncertain or self._mode == "PULL" else 0.0)
             elif event.answers:
                 self._doubt_the_end_of(event.peer)
@@ -174,7 +171,7 @@ class DecodeRole:
         if before or not self._alarm:
             return
         for request in self._requests.values():
-            if request.phase not in (Phase.QUEUED, Phase.RUNNING):
+            if request.phase not in (InboundPhase.QUEUED, InboundPhase.RUNNING):
                 self._links.send(
                     request.peer, Cancel(request.request_id, "an audit found that cached blocks are wrong")
                 )
@@ -188,7 +185,7 @@ class DecodeRole:
         if isinstance(message, FirstGeneration):
             self._on_first(peer, request, message)
         elif isinstance(message, Release):
-            if request is not None and request.phase is Phase.READ:
+            if request is not None and request.phase is InboundPhase.READ:
                 self._take_over(request)
         elif isinstance(message, Cancel):
             if request is not None:
@@ -200,33 +197,33 @@ class DecodeRole:
         own = dataclasses.replace(new.request, request_id=_key(peer, new.request.request_id))
         problem: tuple[str, int] | None = ("what there was of the request is still being ended", 503)
         if own.request_id not in self._requests:
-            problem = self._refusal(own)
+            problem = self._limits.refusal(own, self.num_elsewhere)
         if problem is not None:
             self._links.send(peer, Allocated(new.request.request_id, error=problem[0], status=problem[1]))
             return
-        manager = self._manager
-        sequence = Sequence(own, manager.block_size, manager.decode_kv_reuse != "as_is", manager.types, remote=True)
+        sequence = self._manager.new_sequence(own, remote=True)
         sequence.tokens.extend(new.generated.tolist())
         sequence.state, sequence.usage_sent = SequenceState.REMOTE, True
         sequence.arrival = self._scheduler.new_arrival()
-        self._requests[own.request_id] = _Inbound(peer, new.request.request_id, sequence)
+        answers: RankAnswers[PullDone] = RankAnswers(self._manager.num_workers)
+        self._requests[own.request_id] = _Inbound(peer, new.request.request_id, sequence, answers)
 
     def _place_queued(self) -> None:
         """First come, first served; who would be sent what another request here is getting waits for that, and all wait
         for those that were preempted here."""
         if self._scheduler.waiting:
             return
-        queued = [request for request in self._requests.values() if request.phase is Phase.QUEUED]
+        queued = [request for request in self._requests.values() if request.phase is InboundPhase.QUEUED]
         for request in sorted(queued, key=lambda waiting: waiting.sequence.order):
             if self._manager.is_being_computed(request.sequence):
                 continue
-            places = allocate(self._manager, request.sequence) if self._scheduler.leaves_room() else None
-            while places is None and self._scheduler.let_go():
-                places = allocate(self._manager, request.sequence)
+            places = self._manager.allocate_for_peer(request.sequence) if self._scheduler.leaves_room() else None
+            while places is None and self._scheduler.free_spare_blocks():
+                places = self._manager.allocate_for_peer(request.sequence)
             if places is None:
                 return
-            request.places, request.phase = places, Phase.PLACED
-            shared = num_shared(request.sequence, places)
+            request.places, request.phase = places, InboundPhase.PLACED
+            shared = request.sequence.num_shared(places)
             self._links.send(request.peer, Allocated(request.request_id, numbered(places), shared))
 
     def _on_first(self, peer: str, request: _Inbound | None, first: FirstGeneration) -> None:
@@ -247,7 +244,7 @@ class DecodeRole:
 
     def _mismatch(self, request: _Inbound, first: FirstGeneration) -> str:
         """Why the request cannot go on with what is said of it; nothing has been moved yet."""
-        if request.phase is not Phase.PLACED:
+        if request.phase is not InboundPhase.PLACED:
             return f"the request is {request.phase.value} and waits for no first token"
         if first.mode != self._mode:
             return f"kv_cache_transfer_mode is {first.mode} at prefill and {self._mode} at decode"
@@ -272,29 +269,29 @@ class DecodeRole:
             for kind, places in request.places.items()
             if places
         ]
-        drafting = self._manager.drafting
-        request.pull_id, request.phase = self._manager.new_id(), Phase.PULLING
+        request.pull_id, request.phase = self._manager.new_id(), InboundPhase.PULLING
         self._by_pull[request.pull_id] = request
-        draft = draft_part(target, drafting.types if drafting.by_model else ())
-        self._manager.link.broadcast(PullBlocks(request.pull_id, request.peer, target, draft))
+        draft = draft_part(target, self._manager.settings.drafting.moved_types)
+        self._manager.send(PullBlocks(request.pull_id, request.peer, target, draft))
 
     def _on_pull_done(self, done: PullDone) -> None:
         request = self._by_pull.get(done.pull_id)
         if request is None:
             return
-        request.answers[done.rank] = done
-        if len(request.answers) < self._manager.link.num_workers:
+        request.answers.add(done.rank, done)
+        if not request.answers.complete:
             return
         del self._by_pull[done.pull_id]
-        errors = [answer.error for answer in request.answers.values() if answer.error is not None]
+        answers = request.answers.by_rank.values()
+        errors = [answer.error for answer in answers if answer.error is not None]
         if not errors and not request.cancelled:
-            request.phase = Phase.READ
+            request.phase = InboundPhase.READ
             self._links.send(request.peer, FirstGenerationDone(request.request_id))
             return
         self.num_failed_pulls += bool(errors)
         why = f"a pull failed: {errors[0]}" if errors else request.cancelled
         self._links.send(request.peer, FirstGenerationDone(request.request_id, why))
-        certain = all(answer.certain for answer in request.answers.values())
+        certain = all(answer.certain for answer in answers)
         self._end(request, certain=certain)
         if request.orphaned:
             self._hear_of(request.peer, self._late_s)
@@ -306,11 +303,11 @@ class DecodeRole:
         assert first is not None
         sequence.tokens.append(first.token)
         sequence.usage, sequence.remote = first.usage, False
-        take_over(self._manager, sequence, request.places)
-        if self._manager.drafting.by_model:
+        self._manager.take_over(sequence, request.places)
+        if self._manager.settings.drafting.by_model:
             sequence.drafts = first.drafts.tolist()
         request.num_sent = sequence.num_generated
-        request.phase = Phase.RUNNING
+        request.phase = InboundPhase.RUNNING
         self._scheduler.adopt(sequence)
         self.num_taken += 1
 
@@ -337,18 +334,18 @@ class DecodeRole:
 
     def _cancel(self, request: _Inbound, why: str) -> None:
         """The peer does not want it, and writes nothing of it any more."""
-        if request.phase is Phase.RUNNING:
+        if request.phase is InboundPhase.RUNNING:
             self._scheduler.abort(request.key)
-        elif request.phase is Phase.PULLING:
+        elif request.phase is InboundPhase.PULLING:
             request.cancelled = why
         else:
             self._end(request)
 
     def _on_lost(self, event: PeerEvent) -> None:
-        self._manager.link.broadcast(UnlinkPeer(event.peer))
+        self._manager.send(UnlinkPeer(event.peer))
         for request in [request for request in self._requests.values() if request.peer == event.peer]:
             request.orphaned |= event.gone
-            if request.phase is Phase.PLACED:
+            if request.phase is InboundPhase.PLACED:
                 self._end(request, certain=self._mode == "PULL")
             else:
                 self._cancel(request, event.why)
@@ -363,7 +360,7 @@ class DecodeRole:
             self._manager.deallocate(request.sequence)
         else:
             self._manager.disclaim(request.sequence)
-            self._held.append(_Held(request.peer, request.sequence, None))
+            self._held.append(_Withheld(request.peer, request.sequence, None))
 
     def _hear_of(self, peer: str, wait_s: float) -> None:
         """What this peer may have been writing has come in so many seconds."""

@@ -10,14 +10,14 @@ A prefill instance says Hello, a decode instance answers with a Welcome that lin
 from __future__ import annotations
 
 import logging
-import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
 
+from ...clock import now
 from ...config import EngineConfig
 from ...errors import StartupError, WireError
 from ...machine import split_address
@@ -86,10 +86,6 @@ def _keep_alive(socket: zmq.Socket[Any]) -> None:
         socket.setsockopt(option, value)
 
 
-def _now() -> float:
-    return time.monotonic()
-
-
 @dataclass(eq=False)
 class Peer:
     """Another instance at `address`. `incarnation` is empty until it is known; `linked`: both sides agree, as far as
@@ -102,7 +98,7 @@ class Peer:
     refused: str = ""
     endpoints: list[TransferEndpoint] = field(default_factory=list)
     load: Heartbeat = field(default_factory=lambda: Heartbeat(0, 0, 0))
-    heard: float = field(default_factory=_now)
+    heard: float = field(default_factory=now)
     hello_at: float = 0.0  # when to say Hello next
     owes_welcome: bool = False
     former: str = ""  # the incarnation before, which may or may not have ended
@@ -126,8 +122,7 @@ class PeerEvent:
 class PeerLinks:
     """All peers of one instance; used by one thread, which calls `receive` and `tick` often.
 
-    `facts` and `endpoints` are this instance's, `load` tells of it in its heartbeats. `mixed_numerics`: some peer
-    computes with other bits.
+    `facts` and `endpoints` are this instance's. `mixed_numerics`: some peer computes with other bits.
 
     Raises:
         StartupError: the port is taken.
@@ -143,7 +138,6 @@ class PeerLinks:
     ) -> None:
         self._context = context
         self._facts, self._endpoints = facts, endpoints
-        self.load: Callable[[], Heartbeat] = lambda: Heartbeat(0, 0, 0)
         self.mixed_numerics = False
         self._numerics_id = numerics_id
         self._role = config.instance_role
@@ -257,7 +251,7 @@ class PeerLinks:
         elif isinstance(message, Bye):
             self._lose(peer, message.why)
         else:
-            peer.heard = _now()
+            peer.heard = now()
             if isinstance(message, Heartbeat):
                 peer.load = message
             else:
@@ -324,7 +318,7 @@ class PeerLinks:
         self._events.append(PeerEvent(sender, linked=peer))
 
     def _learn(self, peer: Peer, message: Hello | Welcome) -> None:
-        peer.heard, peer.endpoints = _now(), message.endpoints
+        peer.heard, peer.endpoints = now(), message.endpoints
         if message.numerics_id != self._numerics_id:
             self.mixed_numerics = True
             log.warning(
@@ -337,7 +331,7 @@ class PeerLinks:
     def _refuse(self, peer: Peer, problem: str) -> None:
         if peer.refused != problem:
             log.error("the instance at %s does not work with this one: %s", peer.address, problem)
-        peer.refused, peer.hello_at = problem, _now() + HELLO_AGAIN_S
+        peer.refused, peer.hello_at = problem, now() + HELLO_AGAIN_S
         if peer.linked:
             self._lose(peer, problem)
 
@@ -347,7 +341,7 @@ class PeerLinks:
             self._events.append(PeerEvent(peer.incarnation, why=why, gone=gone))
         elif gone and (peer.incarnation or peer.former):
             self._events.append(PeerEvent(peer.incarnation or peer.former, why=why, gone=True))
-        peer.linked, peer.hello_at = False, _now() + HELLO_AGAIN_S
+        peer.linked, peer.hello_at = False, now() + HELLO_AGAIN_S
 
     def lose(self, incarnation: str, why: str, *, uncertain: bool = False) -> None:
         """Give a peer up, and tell it; both may link again. `uncertain`: something may still be written there."""
@@ -362,7 +356,7 @@ class PeerLinks:
 
     def tick(self, *, away: bool = False) -> None:
         """Notice ends and silences, send what is due. `away`: this process itself stood still a moment ago."""
-        now = _now()
+        moment = now()
         for peer in list(self._peers.values()):
             for connected in peer.line.news():
                 if not connected:
@@ -374,31 +368,38 @@ class PeerLinks:
                 if peer.owes_welcome:
                     self._welcome(peer)
                 else:
-                    peer.hello_at = now
+                    peer.hello_at = moment
             if away:
-                peer.heard = now
-            if peer.linked and now - peer.heard > self._limit_s:
+                peer.heard = moment
+            if peer.linked and moment - peer.heard > self._limit_s:
                 self._send(peer, Bye(f"no sign of life for {self._limit_s:g} s"))
                 self._lose(peer, f"no sign of life for {self._limit_s:g} s")
         wanted = self._configured.union(self._named.values())
         self._asks = [peer for peer in self._asks if peer.address in wanted or peer.linked]
         self._forget_strangers()
-        if now >= self._next_heartbeat:
-            self._next_heartbeat = now + self._interval_s
-            for peer in self.linked:
-                self._send(peer, self.load())
+
+    @property
+    def heartbeat_due(self) -> bool:
+        """It is time for `send_heartbeat`."""
+        return now() >= self._next_heartbeat
+
+    def send_heartbeat(self, load: Heartbeat) -> None:
+        """Tell all linked peers the load of this instance."""
+        self._next_heartbeat = now() + self._interval_s
+        for peer in self.linked:
+            self._send(peer, load)
 
     def say_hello(self) -> None:
         """Ask those peers that are there and not linked; only while no transfer of this instance is under way."""
         for peer in self._asks:
-            if not peer.linked and peer.line.connected and _now() >= peer.hello_at:
-                peer.incarnation, peer.hello_at = "", _now() + _ANSWER_LIMIT_S
+            if not peer.linked and peer.line.connected and now() >= peer.hello_at:
+                peer.incarnation, peer.hello_at = "", now() + _ANSWER_LIMIT_S
                 self._send(peer, Hello(self._facts, self._numerics_id, self._endpoints, peer.uncertain))
 
     def _forget_strangers(self) -> None:
         """Lines to peers that came by themselves and are gone: nobody needs them."""
         for address, peer in list(self._peers.items()):
-            idle = not peer.linked and not peer.line.connected and _now() - peer.heard > self._limit_s + _FORGET_S
+            idle = not peer.linked and not peer.line.connected and now() - peer.heard > self._limit_s + _FORGET_S
             if idle and peer not in self._asks:
                 peer.line.close()
                 del self._peers[address]

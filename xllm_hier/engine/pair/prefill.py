@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -33,11 +34,13 @@ from ...peer_plans import (
 )
 from ...plans import LinkPeer, PullDone, PushBlocks, PushFailure, RequestOutput, UnlinkPeer, ints
 from ...wire import Deadline
-from ..blocks.sequence import Sequence, SequenceState
-from ..blocks.write_back import draft_part
+from ..blocks.moves import draft_part
+from ..blocks.sequence import Home, Sequence, SequenceState
 from ..steps.scheduler import Scheduler
+from ..steps.step import Advanced, Step
 from .handover import Handover, places_of
 from .links import Peer, PeerEvent, PeerLinks
+from .role import Role
 
 log = logging.getLogger("xllm.peers")
 
@@ -46,7 +49,7 @@ _PAUSE_S = 0.1  # before those decode instances that had no room are asked again
 _NO_ROOM = (429, 503)
 
 
-class Phase(Enum):
+class OutboundPhase(Enum):
     """Where a request stands that is to be, or was, handed over."""
 
     SEEKING = "seeking"
@@ -62,7 +65,7 @@ class _Outbound:
 
     sequence: Sequence
     deadline: Deadline
-    phase: Phase = Phase.SEEKING
+    phase: OutboundPhase = OutboundPhase.SEEKING
     peer: str = ""
     handover: Handover | None = None
     avoid: set[str] = field(default_factory=set)
@@ -78,10 +81,10 @@ class _Outbound:
     @property
     def seeks(self) -> bool:
         """It waits for a decode instance to take it, and for nothing else."""
-        return self.phase is Phase.SEEKING and self.sequence.state is SequenceState.REMOTE
+        return self.phase is OutboundPhase.SEEKING and self.sequence.state is SequenceState.REMOTE
 
 
-class PrefillRole:
+class PrefillRole(Role):
     """Finds places, hands over, relays answers; used by the engine's thread.
 
     `on_event` may be called while a step is computed: what may concern a sequence of that step waits for `poll`.
@@ -96,58 +99,53 @@ class PrefillRole:
         self._requests: dict[str, _Outbound] = {}
         self._by_push: dict[int, _Outbound] = {}
         self.num_handed = self.num_moved = self.num_failed_pushes = 0
-        scheduler.outbound = self
-        links.load = lambda: Heartbeat(scheduler.num_open, len(scheduler.waiting), self._manager.num_available)
+
+    def load(self) -> Heartbeat:
+        scheduler = self._scheduler
+        return Heartbeat(scheduler.num_open, len(scheduler.waiting), self._manager.num_available)
 
     @property
     def busy(self) -> bool:
-        """Some request waits for what only time brings."""
         return any(request.seeks for request in self._requests.values())
 
-    @property
-    def num_open(self) -> int:
-        """Requests that stand in no queue of the scheduler's."""
-        return sum(request.phase is not Phase.PLACED for request in self._requests.values())
-
     def stats(self) -> dict[str, Any]:
-        """Figures for the metrics."""
         phases = [request.phase for request in self._requests.values()]
         return {
             "handed_over": self.num_handed,
             "moved": self.num_moved,
             "failed_pushes": self.num_failed_pushes,
-            "phases": {phase.value: phases.count(phase) for phase in Phase},
+            "phases": {phase.value: phases.count(phase) for phase in OutboundPhase},
         }
 
-    # --------------------------------------------------------------------------- what the scheduler asks
+    def use_decode_instances(self, instances: Mapping[str, str]) -> None:
+        self._links.ask(instances)
 
-    def takes(self, sequence: Sequence) -> bool:
-        """See `Outbound`; a request that wants one more token gets it here."""
-        request = self._requests.get(sequence.request.request_id)
-        if request is None:
-            if sequence.request.max_tokens - sequence.num_generated <= 1:
-                return False
-            request = _Outbound(sequence, Deadline(self._wait_s))
-            self._requests[request.request_id] = request
-        return request.phase is not Phase.PLACED
+    # ---------------------------------------------------------------------------------------- around a step
 
-    def push(self, sequence: Sequence, end: int) -> PushBlocks | None:
-        """See `Outbound`; None with PULL."""
+    def begin_step(self, step: Step) -> None:
+        """Push the blocks that the step completes, with PUSH."""
+        for sequence, count in step.rows if self._mode == "PUSH" else ():
+            if sequence.state is SequenceState.RUNNING:
+                push = self._push(sequence, sequence.num_computed + count)
+                if push is not None:
+                    step.plan.pushes.append(push)
+
+    def _push(self, sequence: Sequence, end: int) -> PushBlocks | None:
+        """The blocks to be sent of a step over the sequence's tokens up to `end`."""
         request = self._requests.get(sequence.request.request_id)
-        if request is None or request.handover is None or request.lost or self._mode != "PUSH":
+        if request is None or request.handover is None or request.lost:
             return None
         blocks = request.handover.due(sequence, end)
         if not blocks:
             return None
-        push_id, drafting = self._manager.new_id(), self._manager.drafting
+        push_id = self._manager.new_id()
         self._by_push[push_id] = request
-        draft = draft_part(blocks, drafting.types if drafting.by_model else ())
+        draft = draft_part(blocks, self._manager.settings.drafting.moved_types)
         return PushBlocks(push_id, request.peer, blocks, draft)
 
     def pushes_ended(self, failures: list[PushFailure], *, void: bool) -> None:
-        """The step's answer has come; called before the scheduler takes it. A peer that cannot be written to is given
-        up, and its requests with it. In a step that is `void`, as its forward failed, it is no fault of a peer's that
-        nothing was written."""
+        """A peer that cannot be written to is given up, and its requests with it. In a step that is `void` nothing was
+        written, which is no fault of a peer's."""
         by_push, self._by_push = self._by_push, {}
         for failure in [failure for failure in failures if not (void and failure.certain)]:
             request = by_push[failure.push_id]
@@ -155,37 +153,35 @@ class PrefillRole:
             self._links.lose(request.peer, request.lost, uncertain=not failure.certain)
             self.num_failed_pushes += 1
 
-    def computed(self, sequence: Sequence, *, drawn: bool) -> None:
-        """See `Outbound`: mark what was sent; with the first token the sequence goes."""
-        request = self._requests.get(sequence.request.request_id)
-        if request is None or request.handover is None or request.lost:
-            return
-        request.handover.push_ended()
-        if drawn:
-            source = request.handover.source(sequence) if self._mode == "PULL" else []
-            token, drafts = sequence.tokens[-1], ints(sequence.drafts)
-            first = FirstGeneration(request.request_id, token, self._mode, sequence.usage, drafts, source)
-            self._links.send(request.peer, first)
-            self._scheduler.take_out(sequence)
-            request.phase = Phase.HANDED
+    def step_ended(self, advanced: list[Advanced]) -> None:
+        """Mark the blocks that were sent; with its first token a sequence goes."""
+        for one in advanced:
+            request = self._requests.get(one.sequence.request.request_id)
+            if request is None or request.handover is None or request.lost:
+                continue
+            request.handover.push_ended()
+            if one.drawn:
+                self._hand_over(request, request.handover)
 
-    def released(self, sequence: Sequence) -> None:
-        """See `Outbound`: what was meant for it at the decode instance is free."""
-        ended = self._requests.pop(sequence.request.request_id, None)
-        if ended is not None and ended.peer:
-            self._links.send(ended.peer, Cancel(ended.request_id, "it is over"))
+    def _hand_over(self, request: _Outbound, handover: Handover) -> None:
+        sequence = request.sequence
+        source = handover.source(sequence) if self._mode == "PULL" else []
+        token, drafts = sequence.tokens[-1], ints(sequence.drafts)
+        first = FirstGeneration(request.request_id, token, self._mode, sequence.usage, drafts, source)
+        self._links.send(request.peer, first)
+        self._scheduler.take_out(sequence)
+        request.phase = OutboundPhase.HANDED
 
     # ------------------------------------------------------------------------------------- what peers say
 
     def on_event(self, event: PeerEvent) -> None:
-        """Something that a link brought."""
         message = event.message
         if event.linked is not None:
-            self._manager.link.broadcast(LinkPeer(event.peer, event.linked.endpoints))
+            self._manager.send(LinkPeer(event.peer, event.linked.endpoints))
         elif event.answers:
             pass  # nobody writes here
         elif message is None:
-            self._manager.link.broadcast(UnlinkPeer(event.peer))
+            self._manager.send(UnlinkPeer(event.peer))
             for concerned in self._requests.values():
                 if concerned.peer == event.peer:
                     concerned.lost = event.why
@@ -205,19 +201,18 @@ class PrefillRole:
                 request.lost = message.why
 
     def on_pull_done(self, done: PullDone) -> None:
-        """Only decode instances pull."""
         log.error("a worker answered pull %d, which was never sent", done.pull_id)
 
     def _on_allocated(self, request: _Outbound, message: Allocated) -> None:
-        if request.phase is not Phase.ASKED or request.lost:
+        if request.phase is not OutboundPhase.ASKED or request.lost:
             return
         if message.error is not None:
             if message.status in _NO_ROOM:
                 request.avoid.add(request.peer)
                 request.lost = message.error
             else:
-                request.peer = ""
-                self._scheduler.end(request.sequence, "error", message.error, message.status)
+                request.peer = ""  # it has nothing of the request: there is nothing to cancel
+                self._end(request, "error", message.error, message.status)
             return
         try:
             request.handover = Handover(places_of(message.blocks))
@@ -225,11 +220,11 @@ class PrefillRole:
             self._links.lose(request.peer, f"its answer is wrong: {error}")
             request.lost = str(error)
             return
-        request.phase = Phase.PLACED
+        request.phase, request.sequence.home = OutboundPhase.PLACED, Home.FOUND
         self._scheduler.admit(request.sequence)
 
     def _on_first_done(self, request: _Outbound, message: FirstGenerationDone) -> None:
-        if request.phase is not Phase.HANDED or request.lost:
+        if request.phase is not OutboundPhase.HANDED or request.lost:
             return
         if message.error is not None:
             request.avoid.add(request.peer)
@@ -237,13 +232,13 @@ class PrefillRole:
             return
         if self._mode == "PULL":
             self._links.send(request.peer, Release(request.request_id))
-        request.phase, request.handover = Phase.REMOTE, None
+        request.phase, request.handover = OutboundPhase.REMOTE, None
         self._scheduler.hand_over(request.sequence)
         self.num_handed += 1
 
     def _on_tokens(self, peer: str, output: RequestOutput, start: int) -> None:
         request = self._requests.get(output.request_id)
-        if request is None or request.peer != peer or request.lost or request.phase is not Phase.REMOTE:
+        if request is None or request.peer != peer or request.lost or request.phase is not OutboundPhase.REMOTE:
             return
         sequence = request.sequence
         if sequence.aborted:
@@ -252,23 +247,46 @@ class PrefillRole:
             request.lost = f"tokens from number {sequence.num_generated} on are missing"
             return
         sequence.tokens.extend(output.token_ids)
-        self._scheduler.output(output)
+        self._scheduler.replies.add(output)
         if output.finish_reason is not None:
             del self._requests[request.request_id]
             self._scheduler.forget(sequence)
 
     # ------------------------------------------------------------------------------------ between two steps
 
-    def poll(self) -> None:
-        """Go on with whatever can go on; no step is under way."""
+    def poll(self, *, settled: bool) -> None:
         self._links.say_hello()
+        self._forget_ended()
+        for sequence in self._scheduler.take_homeless():
+            if sequence.request.request_id not in self._requests:
+                self._requests[sequence.request.request_id] = _Outbound(sequence, Deadline(self._wait_s))
         for request in list(self._requests.values()):
-            if request.sequence.state is SequenceState.CANONICAL:
-                self.released(request.sequence)  # its first tokens were its last: what is left concerns no peer
-            elif request.lost:
+            if request.lost:
                 self._move(request)
             elif request.sequence.aborted:
                 self._abort(request)
+        self._seek_all()
+        for late in [request for request in self._requests.values() if request.seeks and request.deadline.passed()]:
+            why = "; ".join(self._links.refusals) or "none is there, or none has room"
+            self._end(late, "error", f"no decode instance takes the request: {why}", 503)
+
+    def _forget_ended(self) -> None:
+        """Requests that have ended here, or whose first tokens were their last: the rest concerns no peer."""
+        over = (SequenceState.FINISHED, SequenceState.CANONICAL)
+        for request in [request for request in self._requests.values() if request.sequence.state in over]:
+            self._cancel(request)
+
+    def _end(self, request: _Outbound, reason: str, error: str | None = None, status: int = 500) -> None:
+        self._cancel(request)
+        self._scheduler.end(request.sequence, reason, error, status)
+
+    def _cancel(self, request: _Outbound) -> None:
+        """Forget the request; its place at the decode instance is free."""
+        del self._requests[request.request_id]
+        if request.peer:
+            self._links.send(request.peer, Cancel(request.request_id, "it is over"))
+
+    def _seek_all(self) -> None:
         asked: dict[str, list[NewRequest]] = {}
         burdens = Counter(request.peer for request in self._requests.values())
         for request in self._requests.values():
@@ -276,9 +294,6 @@ class PrefillRole:
                 self._seek(request, asked, burdens)
         for peer, requests in asked.items():
             self._links.send(peer, AddNewRequests(requests))
-        for late in [request for request in self._requests.values() if request.seeks and request.deadline.passed()]:
-            why = "; ".join(self._links.refusals) or "none is there, or none has room"
-            self._scheduler.end(late.sequence, "error", f"no decode instance takes the request: {why}", 503)
 
     def _seek(self, request: _Outbound, asked: dict[str, list[NewRequest]], burdens: Counter[str]) -> None:
         """Ask the decode instance that the router chose, else that with the fewest open requests, `burdens` being ours
@@ -295,7 +310,7 @@ class PrefillRole:
         sequence = request.sequence
         wanted = self._links.named(sequence.request.decode_instance)
         chosen = next((peer for peer in peers if peer.address == wanted), None) or min(peers, key=burden)
-        request.peer, request.phase = chosen.incarnation, Phase.ASKED
+        request.peer, request.phase = chosen.incarnation, OutboundPhase.ASKED
         burdens[request.peer] += 1
         generated = ints(sequence.tokens[sequence.prompt_length :])
         asked.setdefault(request.peer, []).append(NewRequest(sequence.request, generated))
@@ -305,28 +320,31 @@ class PrefillRole:
         sequence, phase = request.sequence, request.phase
         log.warning("%s (%s) leaves its decode instance: %s", request.request_id, phase.value, request.lost)
         self._links.send(request.peer, Cancel(request.request_id, request.lost))
-        why, refused = request.lost, phase is Phase.ASKED and bool(request.avoid)
+        why, refused = request.lost, phase is OutboundPhase.ASKED and bool(request.avoid)
         request.peer = request.lost = ""
         request.handover = None
-        if phase is Phase.PLACED:
+        if phase is OutboundPhase.PLACED:
             self._scheduler.take_out(sequence)
-        if phase in (Phase.PLACED, Phase.HANDED):
+        if phase in (OutboundPhase.PLACED, OutboundPhase.HANDED):
             self._scheduler.hand_over(sequence)
-        request.phase = Phase.SEEKING
+        request.phase, sequence.home = OutboundPhase.SEEKING, Home.SOUGHT
         if not refused:
             request.num_moves += 1
             self.num_moved += 1
             request.deadline = Deadline(self._wait_s)
         if request.num_moves > _MOST_MOVES:
-            self._scheduler.end(sequence, "error", f"{request.num_moves} decode instances were lost: {why}", 503)
-        elif phase is not Phase.ASKED:
+            self._end(request, "error", f"{request.num_moves} decode instances were lost: {why}", 503)
+        elif phase is not OutboundPhase.ASKED:
             self._scheduler.readmit(sequence)
 
     def _abort(self, request: _Outbound) -> None:
         """The client is gone. What a decode instance may be reading stays until it says that it has ended."""
-        if request.phase is Phase.HANDED:
+        if request.phase is OutboundPhase.HANDED:
             if not request.cancelled:
                 request.cancelled = True
                 self._links.send(request.peer, Cancel(request.request_id, "the client is gone"))
-        elif request.seeks or request.phase in (Phase.ASKED, Phase.REMOTE):  # others stand in the scheduler's queues
-            self._scheduler.end(request.sequence, "abort")
+        elif request.seeks or request.phase in (
+            OutboundPhase.ASKED,
+            OutboundPhase.REMOTE,
+        ):  # others stand in the scheduler's queues
+            self._end(request, "abort")

@@ -13,7 +13,7 @@ of sliding windows alone keeps no prefix that could be compared.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ...block import BlockType
 from ...plans import (
@@ -28,6 +28,7 @@ from ...plans import (
     ints,
 )
 from ..blocks.books import HierarchyBlockManagerPool
+from ..blocks.moves import RankAnswers
 from ..blocks.sequence import Sequence
 
 log = logging.getLogger("xllm.engine")
@@ -37,17 +38,18 @@ TILE = 256  # tokens per step: how long a request that comes meanwhile may have 
 
 @dataclass(eq=False)
 class _Audit:
-    """One prefix under audit; the `restored` blocks are pinned by it, the others are those of `again`."""
+    """One prefix under audit: the audit holds the `restored` blocks, `again` the fresh ones; `worst` are the ranks'
+    worst verdicts."""
 
     request_id: str
     restored: list[int]
     again: Sequence
+    worst: RankAnswers[int]
     compare_id: int = 0
-    worst: dict[int, int] = field(default_factory=dict)  # by rank
 
     @property
     def fresh(self) -> list[int]:
-        return self.again.device_blocks
+        return self.again.held[BlockType.KV].blocks
 
 
 class Auditor:
@@ -77,19 +79,18 @@ class Auditor:
         manager = self._manager
         if not self._rate or not sequence.num_restored or sequence.aborted or self.alarm:
             return
-        if BlockType.KV not in manager.pools:
+        if BlockType.KV not in sequence.held:
             return
         self._seen += 1
         if self._seen % self._rate or self._audit is not None:
             return
-        blocks = sequence.device_blocks[: sequence.num_restored]
-        for block in blocks:
-            manager.device.pin(block)
-        tokens = sequence.tokens[: len(blocks) * manager.block_size]
+        blocks = sequence.held[BlockType.KV].blocks[: sequence.num_restored]
+        manager.hold(blocks)
+        tokens = sequence.tokens[: len(blocks) * sequence.block_size]
         request = AddRequest(sequence.request.request_id, ints(tokens), SamplingSpec(), 0)
-        again = Sequence(request, manager.block_size, True, manager.types, private=True)
-        again.usage = PromptUsage(0, 0, 0, 0)  # nobody asked for it
-        self._audit = _Audit(request.request_id, blocks, again)
+        again = manager.new_sequence(request, private=True)
+        again.usage = PromptUsage(0, 0, 0, 0)  # no client asked for it
+        self._audit = _Audit(request.request_id, blocks, again, RankAnswers(manager.num_workers))
 
     @property
     def has_work(self) -> bool:
@@ -141,9 +142,8 @@ class Auditor:
         self._manager.publish_computed(again)
         if not again.in_prefill:
             audit.compare_id = self._manager.new_id()
-            self._manager.link.broadcast(
-                CompareBlocks(audit.compare_id, BlockType.KV.value, ints(audit.restored), ints(audit.fresh))
-            )
+            first, second = ints(audit.restored), ints(audit.fresh)
+            self._manager.send(CompareBlocks(audit.compare_id, BlockType.KV.value, first, second))
 
     def on_compared(self, answer: BlocksCompared) -> None:
         """One rank's verdict; with the last one the audit ends."""
@@ -151,10 +151,10 @@ class Auditor:
         if audit is None or audit.compare_id != answer.compare_id or not answer.verdicts:
             log.warning("ignored a comparison of rank %d", answer.rank)
             return
-        audit.worst[answer.rank] = max(answer.verdicts)
-        if len(audit.worst) < self._manager.link.num_workers:
+        audit.worst.add(answer.rank, max(answer.verdicts))
+        if not audit.worst.complete:
             return
-        worst = max(audit.worst.values())
+        worst = max(audit.worst.by_rank.values())
         self.results["equal" if worst == EQUAL else "different" if worst == DIFFERENT else "rounding"] += 1
         self._release(audit)
         # Rounding can send a row to other experts, whose result is no rounding any more.
@@ -168,7 +168,7 @@ class Auditor:
             "other content). Nothing is restored any more, neither from host nor from store, until all three tiers are "
             "emptied (POST /cache/clear); other instances of this name space may be reading the same blocks.",
             audit.request_id,
-            audit.worst,
+            audit.worst.by_rank,
         )
         self._manager.distrust()
 
@@ -178,6 +178,6 @@ class Auditor:
         self._manager.trust()
 
     def _release(self, audit: _Audit) -> None:
-        self._manager.device.unpin(audit.restored)
+        self._manager.release(audit.restored)
         self._manager.deallocate(audit.again)
         self._audit = None

@@ -8,10 +8,13 @@ Prompt lookup drafts what followed the last few tokens where they stood before. 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as Tokens
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+
+from ..blocks.books import HierarchyBlockManagerPool
+from ..blocks.sequence import Sequence
 
 ORIGINS = ("cold", "device", "host", "store")
 # Fewer drafts than these say nothing; a gap must be both large and beyond chance.
@@ -20,7 +23,7 @@ LONGEST, SHORTEST = 4, 2  # tokens that must be equal; fewer are found by chance
 _LOOK_BACK = 32768
 
 
-def lookup(tokens: Tokens[int], num_drafts: int) -> list[int]:
+def lookup(tokens: list[int], num_drafts: int) -> list[int]:
     """Up to `num_drafts` tokens that followed the latest earlier place of the longest tail that has one."""
     if num_drafts <= 0 or len(tokens) <= SHORTEST:
         return []
@@ -35,6 +38,60 @@ def lookup(tokens: Tokens[int], num_drafts: int) -> list[int]:
             start = int(found[-1]) + length
             return [int(token) for token in text[start : start + num_drafts]]
     return []
+
+
+class Drafter:
+    """Decides for each sequence how many drafts a step verifies and how many the worker's draft model makes.
+
+    `propose(sequence, most)` returns up to `most` drafts behind the sequence's last token.
+    """
+
+    def __init__(self, manager: HierarchyBlockManagerPool) -> None:
+        self._manager = manager
+        self._settings = manager.settings.drafting
+        self.counts = DraftCounts()
+        self.propose: Callable[[Sequence, int], list[int]] = self._proposed
+
+    def _proposed(self, sequence: Sequence, most: int) -> list[int]:
+        return sequence.drafts[: max(0, most)] if self._settings.by_model else lookup(sequence.tokens, most)
+
+    def drafts(self, sequence: Sequence, count: int, budget: int) -> list[int]:
+        """Tokens to verify behind the next `count` of the sequence: none that it could not use, that would exceed the
+        step's `budget`, or that would cost another sequence its blocks."""
+        start, request = sequence.num_computed, sequence.request
+        if sequence.in_prefill or start + count < len(sequence.tokens):
+            return []
+        limit = min(self._settings.num_tokens, budget, request.max_tokens - sequence.num_generated - 1)
+        drafts = self.propose(sequence, limit)
+        if drafts and not self._manager.allocate(sequence, start + count + len(drafts) + self._settings.ahead):
+            return []
+        return drafts
+
+    def num_proposals(self, sequence: Sequence, end: int, share: int) -> int:
+        """Drafts to ask the draft model for behind a step over tokens up to `end`, drafts included: as many as the next
+        step can verify (`share`). Blocks for them are allocated where there are any; without them it makes fewer."""
+        if not self._settings.by_model:
+            return 0
+        request = sequence.request
+        most = min(self._settings.num_tokens, request.max_tokens - sequence.num_generated - 2, share)
+        if most <= 0:
+            return 0
+        last = sequence.prompt_length + request.max_tokens
+        self._manager.allocate(sequence, min(end + self._settings.ahead + most - 1, last))
+        return most
+
+    def note(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        """A step has verified `drafted` drafts of the sequence."""
+        if drafted:
+            self.counts.add(_origin(sequence), drafted, accepted)
+
+
+def _origin(sequence: Sequence) -> str:
+    """The tier that paid for most of the restored part of the prompt; cold when nothing was restored."""
+    usage = sequence.usage
+    if usage is None or not (usage.device or usage.host or usage.store):
+        return "cold"
+    return max(ORIGINS[1:], key=lambda tier: int(getattr(usage, tier)))
 
 
 def _zeros() -> dict[str, int]:

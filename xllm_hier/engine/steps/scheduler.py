@@ -4,77 +4,34 @@
 requests in order of (priority, arrival), then the blocks that finished sequences want recomputed (`decode_kv_reuse`);
 a step that would be empty goes to the audit of restored blocks.
 
-On a prefill instance a sequence leaves after its first token (`outbound`), on a decode instance it comes with it
-(`adopt`).
+On a prefill instance (`hands_over`) a sequence is computed once a decode instance has room for it, and leaves after its
+first token; on a decode instance it arrives with that token (`adopt`).
 """
 
 from __future__ import annotations
 
 import bisect
 import logging
-import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Protocol
 
-from ...plans import (
-    AddRequest,
-    DecodeSequence,
-    Forward,
-    ForwardOutput,
-    PrefillSequence,
-    PushBlocks,
-    RequestOutput,
-    TokenLogprob,
-    ints,
-)
+from ...plans import AddRequest, Forward, ForwardOutput, RequestOutput
 from ..blocks.books import HierarchyBlockManagerPool
-from ..blocks.sequence import Sequence, SequenceState
+from ..blocks.sequence import Home, Sequence, SequenceState
 from .audit import Auditor
-from .drafts import DraftCounts, lookup
+from .canonical import CanonicalQueue
+from .drafts import DraftCounts, Drafter
+from .replies import Replies
+from .step import Advanced, Drawn, Step
 
 log = logging.getLogger("xllm.engine")
 
 MATCHED_REQUESTS = 64  # whose hits are looked up for a heartbeat: the rest counts in full
-RECENT = 32  # of what is told as a recent median
-CANONICAL_CHUNK = 256  # one prefill tile per step: what finished sequences may cost those still running
-
-
-@dataclass(eq=False)
-class Step:
-    """A Forward under way: which sequences its rows belong to, in plan order, and how far each will have got.
-
-    `audit`: its one row belongs to no sequence.
-    """
-
-    plan: Forward
-    audit: bool = False
-    prefill: list[tuple[Sequence, int]] = field(default_factory=list)
-    decode: list[tuple[Sequence, int]] = field(default_factory=list)
-
-
-class Outbound(Protocol):
-    """Who hands sequences over to decode instances."""
-
-    def takes(self, sequence: Sequence) -> bool:
-        """The sequence is not to be computed before a place for it is found; `Scheduler.admit` then brings it back."""
-
-    def push(self, sequence: Sequence, end: int) -> PushBlocks | None:
-        """What is to be sent of a step over its tokens up to `end`."""
-
-    def computed(self, sequence: Sequence, *, drawn: bool) -> None:
-        """A step of it has ended well; its next token was `drawn`, or not yet."""
-
-    def released(self, sequence: Sequence) -> None:
-        """It is over, with whatever end."""
 
 
 class Scheduler:
     """Queues of one instance; used by one thread.
 
-    `max_seqs` sequences and `max_tokens` tokens per step, at most `chunk_tokens` of one prompt per step, and drafts as
-    the `manager` has it.
+    `max_seqs` sequences and `max_tokens` tokens per step, at most `chunk_tokens` of one prompt per step. `hands_over`:
+    other instances generate the tokens of requests that want more than one.
     """
 
     def __init__(
@@ -85,38 +42,47 @@ class Scheduler:
         max_seqs: int,
         chunk_tokens: int,
         auditor: Auditor | None = None,
+        hands_over: bool = False,
     ) -> None:
         self.manager = manager
         self.auditor = auditor or Auditor(manager)
-        self.drafting = manager.drafting
-        self._distrusted = False
-        self.drafts = DraftCounts()
-        self.propose: Callable[[Sequence, int], list[int]] = self._proposed
+        self.drafter = Drafter(manager)
+        self.replies = Replies()
         self.max_tokens = max_tokens
         self.max_seqs = max_seqs
         self.chunk_tokens = chunk_tokens
+        self.hands_over = hands_over
         self.sequences: dict[str, Sequence] = {}
         self.prefetching: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.arriving: list[Sequence] = []
-        self.outbound: Outbound | None = None
-        self.canonical: list[Sequence] = []
-        self._prompt_logprobs: dict[Sequence, list[TokenLogprob | None]] = {}
-        self._outputs: list[RequestOutput] = []
+        self._homeless: list[Sequence] = []
+        self._canonical = CanonicalQueue(manager, self.auditor)
+        self._ahead = manager.settings.drafting.ahead
+        self._distrusted = False
         self._next_step = 0
         self._next_arrival = 0
         self.num_preemptions = 0
-        self.num_generated_tokens = 0
-        self.first_token_s: deque[float] = deque(maxlen=RECENT)
+
+    @property
+    def canonical(self) -> list[Sequence]:
+        """Finished sequences whose decoded blocks wait to be recomputed."""
+        return self._canonical.sequences
+
+    @property
+    def drafts(self) -> DraftCounts:
+        """Drafted and accepted tokens so far."""
+        return self.drafter.counts
 
     # ------------------------------------------------------------------------------------------- admission
 
     def add_request(self, request: AddRequest) -> None:
         """Admit a checked request: its prefetch starts now, it is scheduled when that has ended."""
-        manager = self.manager
-        sequence = Sequence(request, manager.block_size, manager.decode_kv_reuse != "as_is", manager.types)
+        sequence = self.manager.new_sequence(request)
         sequence.arrival = self.new_arrival()
+        if self.hands_over and request.max_tokens > 1:
+            sequence.home = Home.SOUGHT
         self.sequences[request.request_id] = sequence
         self.readmit(sequence)
 
@@ -153,10 +119,16 @@ class Scheduler:
                 self._enqueue_ready(sequence)
 
     def _enqueue_ready(self, sequence: Sequence) -> None:
-        if self.outbound is not None and self.outbound.takes(sequence):
+        if sequence.home is Home.SOUGHT:
             sequence.state = SequenceState.REMOTE
+            self._homeless.append(sequence)
         else:
             self.admit(sequence)
+
+    def take_homeless(self) -> list[Sequence]:
+        """Sequences since the last call that are ready and want a decode instance; `admit` brings them back."""
+        homeless, self._homeless = self._homeless, []
+        return homeless
 
     def admit(self, sequence: Sequence) -> None:
         """Let a sequence wait for its turn to be computed."""
@@ -174,39 +146,40 @@ class Scheduler:
         """Prompt tokens of open requests that are still to be computed, as far as caches do not have them."""
         known = sum(max(0, sequence.prompt_length - sequence.num_computed) for sequence in self.running)
         for number, sequence in enumerate([*self.waiting, *self.prefetching]):
-            hit = self.manager.match(sequence) if number < MATCHED_REQUESTS else 0
+            hit = self.manager.hit(sequence).tokens if number < MATCHED_REQUESTS else 0
             known += max(0, sequence.prompt_length - hit)
         return known
 
     @property
     def num_open(self) -> int:
-        """Requests somebody still waits for."""
+        """Requests whose client still waits."""
         return sum(not sequence.aborted for sequence in self.sequences.values())
 
     def schedule(self) -> Step | None:
         """The next step with all its blocks allocated and its load sent; None when nothing can run now."""
         if self.auditor.alarm and not self._distrusted:
-            self._drop_what_was_restored()
+            self._drop_restored()
         self._distrusted = self.auditor.alarm
-        self.manager.policy.settle()
+        self.manager.begin_step()
         self._drop_aborted()
         step = Step(Forward(self._next_step, [], [], []))
         preempted = self.num_preemptions
         budget = self._schedule_running(step, self.max_tokens)
         if self.num_preemptions == preempted:  # else the victim would come straight back
             self._schedule_waiting(step, budget)
-        self._schedule_canonical(step)
-        if not step.prefill and not step.decode and not self._schedule_audit(step):
+        self._canonical.add_tile(step)
+        if not step.rows and not self._schedule_audit(step):
             return None
         self._next_step += 1
         step.plan.batch_ids.extend(self.manager.transfer_blocks())
         return step
 
-    def _drop_what_was_restored(self) -> None:
-        """An audit found a wrong block: whoever may have computed from it must not go on, nor leave blocks behind."""
+    def _drop_restored(self) -> None:
+        """An audit found a wrong block: sequences that may have computed from it end, or begin anew, and leave no
+        blocks behind."""
         for sequence in list(self.canonical):
-            self._end_canonical(sequence)
-        for sequence in self.arriving:  # none of them stays: what they hold came from elsewhere
+            self._canonical.end(sequence)
+        for sequence in self.arriving:  # none of them stays: their blocks came from elsewhere
             sequence.state = SequenceState.RUNNING
         self.running += self.arriving
         self.arriving.clear()
@@ -218,7 +191,7 @@ class Scheduler:
             elif sequence in self.running and sequence.write_from:
                 self._roll_back(sequence, "its cached blocks may be wrong")
             else:
-                self.manager.store_reads.unmount(sequence)
+                self.manager.unmount(sequence)
         for tier in ("device", "host"):  # once more: a step was under way, and has published since
             self.manager.clear(tier)
 
@@ -240,7 +213,7 @@ class Scheduler:
         counts: dict[Sequence, int] = {}
         kept: dict[Sequence, int] = {}
         for sequence in sorted(self.running, key=lambda member: (member.in_prefill, member.order)):
-            counts[sequence] = self._next_count(sequence, budget)
+            counts[sequence] = self._chunk(sequence, sequence.num_computed, budget)
             budget -= counts[sequence]
             kept[sequence] = min(len(sequence.drafts), budget)
             budget -= kept[sequence]
@@ -249,49 +222,23 @@ class Scheduler:
             budget += kept[sequence]
             if sequence.state is not SequenceState.RUNNING or not count:
                 continue  # preempted for one before it in this very loop, or beyond the budget
-            while not self.manager.allocate(sequence, sequence.num_computed + count + self.drafting.ahead):
+            while not self.manager.allocate(sequence, sequence.num_computed + count + self._ahead):
                 if not self._make_room(sequence, step):
                     count = 0
                     break
             if count:
-                drafts = self._draft(sequence, count, budget)
+                drafts = [] if self.hands_over else self.drafter.drafts(sequence, count, budget)
                 budget -= len(drafts)
                 self._add(step, sequence, count, drafts)
         return budget
 
-    def _draft(self, sequence: Sequence, count: int, budget: int) -> list[int]:
-        """Tokens to verify behind the sequence's last one; none that it could not use, or that would cost another one's
-        blocks."""
-        start, request = sequence.num_computed, sequence.request
-        if self.outbound is not None or sequence.in_prefill or start + count < len(sequence.tokens):
-            return []
-        limit = min(self.drafting.num_tokens, budget, request.max_tokens - sequence.num_generated - 1)
-        drafts = self.propose(sequence, limit)
-        if drafts and not self.manager.allocate(sequence, start + count + len(drafts) + self.drafting.ahead):
-            return []
-        return drafts
-
-    def _proposed(self, sequence: Sequence, most: int) -> list[int]:
-        return sequence.drafts[: max(0, most)] if self.drafting.by_model else lookup(sequence.tokens, most)
-
-    def _num_proposals(self, sequence: Sequence, end: int) -> int:
-        """Drafts to ask the draft model for behind a step over tokens up to `end`, drafts included: as many as the next
-        step can verify, with blocks for them if there are any, without which it makes fewer."""
-        request, shared = sequence.request, self.max_tokens // max(1, len(self.running)) - 1
-        most = min(self.drafting.num_tokens, request.max_tokens - sequence.num_generated - 2, shared)
-        if not self.drafting.by_model or most <= 0:
-            return 0
-        last = sequence.prompt_length + request.max_tokens
-        self.manager.allocate(sequence, min(end + self.drafting.ahead + most - 1, last))
-        return most
-
     def _make_room(self, sequence: Sequence, step: Step) -> bool:
         """Free device blocks for a running sequence; False when it has to sit this step out."""
-        if self.let_go():
+        if self.free_spare_blocks():
             return True
-        if self.manager.write_back.pins_device:
-            return False  # blocks come back by themselves: nobody has to lose work
-        placed = {member for member, _ in (*step.prefill, *step.decode)}
+        if self.manager.pins_device:
+            return False  # blocks come back by themselves: no sequence has to lose work
+        placed = {member for member, _ in step.rows}
         victims = [other for other in self.running if other not in placed]
         victim = max(victims, key=lambda other: other.order)
         self._preempt(victim)
@@ -303,20 +250,17 @@ class Scheduler:
         self.manager.deallocate(sequence, resume=True)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        self._prompt_logprobs.pop(sequence, None)
+        self.replies.forget(sequence)
         self._enqueue_ready(sequence)
 
-    def _next_count(self, sequence: Sequence, budget: int) -> int:
-        """Tokens of the next chunk: rest of the prompt, or the generated tokens without KV (one, or a replay)."""
-        return self._chunk(sequence, sequence.num_computed, budget)
-
     def _chunk(self, sequence: Sequence, start: int, budget: int) -> int:
-        """Tokens of a chunk that begins at `start`; one that leaves some of the prompt ends on the scan's grid."""
+        """Tokens of a chunk that begins at `start`: of the prompt, or generated ones without KV (one, or a replay). A
+        chunk that leaves some of the prompt ends on the scan's grid."""
         prompt = start < sequence.prompt_length
         end = sequence.prompt_length if prompt else len(sequence.tokens)
         count = min(end - start, budget, self.chunk_tokens)
         if prompt and start + count < end:
-            count -= self.manager.beyond_grid(start, start + count)
+            count -= self.manager.settings.beyond_grid(start, start + count)
         return count
 
     def _schedule_waiting(self, step: Step, budget: int) -> None:
@@ -329,45 +273,31 @@ class Scheduler:
                 continue  # it will share those blocks; others behind it may go first
             count = self._place(sequence, budget)
             if not count:
-                break  # first come, first served: nobody overtakes for want of blocks
+                break  # first come, first served: no request overtakes for want of blocks
             self.waiting.remove(sequence)
             sequence.state = SequenceState.RUNNING
             self.running.append(sequence)
-            self._add(step, sequence, count)
+            self._add(step, sequence, count, [])
             budget -= count
 
     def leaves_room(self) -> bool:
         """There are blocks beyond the one that each running sequence will ask for next."""
-        while (room := self.manager.num_available - len(self.running) - len(self.arriving)) < 0 and self.let_go():
+        wanted = len(self.running) + len(self.arriving)
+        while (room := self.manager.num_available - wanted) < 0 and self.free_spare_blocks():
             pass
         return room >= 0
 
     def _place(self, sequence: Sequence, budget: int) -> int:
         """Allocate a waiting sequence's cached prefix and first chunk; returns the chunk's tokens, 0 without room."""
         while True:
-            hit = self.manager.match(sequence)  # anew each time: ending a canonical one may evict what was matched
+            hit = self.manager.hit(sequence).tokens  # anew each time: ending a canonical one may evict part of it
             count = self._chunk(sequence, hit, budget)
             if not count:
                 return 0
-            if self.manager.allocate(sequence, hit + count + self.drafting.ahead):
+            if self.manager.allocate(sequence, hit + count + self._ahead):
                 return count
-            if not self.let_go():
+            if not self.free_spare_blocks():
                 return 0
-
-    def _schedule_canonical(self, step: Step) -> None:
-        """One tile of the oldest finished sequence; even in a full step, because others may wait for its blocks."""
-        for sequence in self.canonical[:1]:
-            count = min(sequence.canonical_end - sequence.num_computed, CANONICAL_CHUNK)
-            start = sequence.num_computed
-            end = start + count
-            if not self.manager.allocate(sequence, end):
-                self._end_canonical(sequence)
-                return
-            tokens = ints(sequence.tokens[start:end])
-            more = self._fields(sequence, end, sequence.tokens[end] if end < sequence.canonical_end else -1)
-            table = sequence.block_table()
-            step.plan.prefill.append(PrefillSequence(start, tokens, table, sequence.write_from, **more))
-            step.prefill.append((sequence, count))
 
     def _schedule_audit(self, step: Step) -> bool:
         tile = self.auditor.next_tile()
@@ -376,120 +306,89 @@ class Scheduler:
             step.plan.prefill.append(tile)
         return step.audit
 
-    def let_go(self) -> bool:
-        """Free device blocks that nobody waits for; False when there are none."""
-        if self.auditor.give_up():
-            return True
-        if self.canonical:
-            self._end_canonical(self.canonical[-1])
-            return True
-        return False
+    def free_spare_blocks(self) -> bool:
+        """Free device blocks that no request waits for; False when there are none."""
+        return self.auditor.give_up() or self._canonical.end_newest()
 
-    def _add(self, step: Step, sequence: Sequence, count: int, drafts: list[int] | None = None) -> None:
-        start, request = sequence.num_computed, sequence.request
-        end, drafts = start + count, drafts or []
-        tokens = ints([*sequence.tokens[start:end], *drafts])
-        sampling = request.sampling if end == len(sequence.tokens) else None
-        proposals = self._num_proposals(sequence, end + len(drafts)) if sampling is not None else 0
-        table, draw, write_from = sequence.block_table(), sequence.num_generated, sequence.write_from
-        more = self._fields(sequence, end, sequence.tokens[end] if end < len(sequence.tokens) else -1, len(drafts))
-        more["num_proposals"] = proposals
-        push = self.outbound.push(sequence, end) if self.outbound is not None else None
-        if push is not None:
-            step.plan.pushes.append(push)
-        if not sequence.in_prefill:
-            step.plan.decode.append(
-                DecodeSequence(start, tokens, table, sampling, draw, len(drafts), write_from, **more)
-            )
-            step.decode.append((sequence, count))
-            return
-        wants = request.prompt_logprobs if not sequence.num_generated else None
-        more["next_generated"] = end >= sequence.prompt_length
-        step.plan.prefill.append(PrefillSequence(start, tokens, table, write_from, sampling, draw, wants, **more))
-        step.prefill.append((sequence, count))
-
-    def _fields(self, sequence: Sequence, end: int, next_token: int, num_drafts: int = 0) -> dict[str, Any]:
-        """What a plan says of a sequence beside its tokens and KV blocks: the token after them, where the draft model
-        goes on, and the blocks of other types."""
-        return {
-            "next_token": next_token,
-            "draft_from": sequence.draft_from if self.drafting.by_model else -1,
-            "window_table": sequence.window_table(),
-            "states": self.manager.move_states(sequence, end, num_drafts),
-        }
+    def _add(self, step: Step, sequence: Sequence, count: int, drafts: list[int]) -> None:
+        end, num_proposals = sequence.num_computed + count, 0
+        if end == len(sequence.tokens):  # the row is sampled from
+            share = self.max_tokens // max(1, len(self.running)) - 1
+            num_proposals = self.drafter.num_proposals(sequence, end + len(drafts), share)
+        step.add(self.manager, sequence, count, drafts, num_proposals)
 
     # -------------------------------------------------------------------------------------------- results
 
-    def finish(self, step: Step, output: ForwardOutput) -> None:
-        """Take the answer to a step: advance every sequence, publish what is complete, end what is done."""
-        bad = self.manager.loads.finish(step.plan.batch_ids, output.failed_batches)
+    def finish(self, step: Step, output: ForwardOutput) -> list[Advanced]:
+        """Take the answer to a step: advance every sequence, publish complete blocks, end finished requests. Returns
+        the sequences that run on, or have just ended, with what the step did for them."""
+        bad = self.manager.finish_loads(step.plan.batch_ids, output.failed_batches)
         if step.audit:
             self.auditor.computed()
-            return
-        drawn = _by_sequence(output)
-        proposals = iter(output.proposals)
-        prompt_logprobs = iter(output.prompt_logprobs)
-        rows: list[tuple[PrefillSequence | DecodeSequence, tuple[Sequence, int]]] = [
-            *zip(step.plan.prefill, step.prefill, strict=True),
-            *zip(step.plan.decode, step.decode, strict=True),
-        ]
-        for row, (sequence, count) in rows:
-            sampled = next(drawn) if row.sampling is not None else []
-            drafts = next(proposals, None) if row.sampling is not None else None
-            wanted = isinstance(row, PrefillSequence) and row.prompt_logprobs is not None
-            logprobs = next(prompt_logprobs) if wanted else None
-            if self.manager.holds_any(sequence, bad):
+            return []
+        advanced = []
+        for result in step.results(output):
+            sequence = result.sequence
+            if sequence.holds_any(bad):
                 self._roll_back(sequence)
                 continue
-            sequence.num_computed += count
+            sequence.num_computed += result.count
             sequence.draft_from = sequence.num_computed + 1
             self.manager.publish_computed(sequence)
-            if logprobs is not None:
-                self._prompt_logprobs.setdefault(sequence, [None]).extend(logprobs)
+            if result.prompt_logprobs is not None:
+                self.replies.note_prompt(sequence, result.prompt_logprobs)
+            drawn = bool(result.drawn) and not sequence.aborted
             if sequence.state is SequenceState.CANONICAL:
-                if sequence.num_computed >= sequence.canonical_end:
-                    self._end_canonical(sequence)
-            elif sampled and not sequence.aborted:
-                self._append_all(sequence, sampled, getattr(row, "num_drafts", 0))
-                sequence.drafts = drafts.tolist() if drafts is not None else []
-            if self.outbound is not None and sequence.state is SequenceState.RUNNING:
-                self.outbound.computed(sequence, drawn=bool(sampled) and not sequence.aborted)
+                self._canonical.computed(sequence)
+            elif drawn:
+                self._append_all(sequence, result.drawn, result.num_drafts)
+                sequence.drafts = result.drafts.tolist() if result.drafts is not None else []
+            if sequence.state is SequenceState.RUNNING:
+                advanced.append(Advanced(sequence, drawn))
+        return advanced
 
-    def _append_all(self, sequence: Sequence, sampled: list[tuple[int, TokenLogprob | None]], num_drafts: int) -> None:
+    def _append_all(self, sequence: Sequence, drawn: Drawn, num_drafts: int) -> None:
         """Take the tokens of a step one by one, as if each had had a step of its own: the row of an accepted draft
         counts as computed only once its token is the sequence's."""
-        if num_drafts:
-            self.drafts.add(_origin(sequence), num_drafts, len(sampled) - 1)
-        for number, (token, logprob) in enumerate(sampled):
+        self.drafter.note(sequence, num_drafts, len(drawn) - 1)
+        for number, (token, logprob) in enumerate(drawn):
             if number:
                 sequence.num_computed += 1
                 sequence.draft_from += 1
                 self.manager.publish_computed(sequence)
-            self._append(sequence, token, logprob)
-            if sequence.state is not SequenceState.RUNNING:
-                return  # a stop, or the last token it may have, within what was accepted
+            if self.replies.append(sequence, token, logprob):
+                self._finish(sequence)  # a stop, or the last token it may have, perhaps within the accepted ones
+                return
+
+    def _finish(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        del self.sequences[sequence.request.request_id]
+        if not self._canonical.offer(sequence):
+            self._release(sequence)
 
     def _roll_back(self, sequence: Sequence, why: str = "a load failed") -> None:
-        """Its blocks hold nothing: compute again from what other tiers have."""
+        """Its blocks hold nothing: compute again from the blocks that other tiers have."""
         log.warning("recomputing %s: %s", sequence.request.request_id, why)
         if sequence.state is SequenceState.CANONICAL:
-            self._end_canonical(sequence)
+            self._canonical.end(sequence)
             return
         self.running.remove(sequence)
-        self.manager.account.forget(sequence)
+        self.manager.forget_prefix(sequence)
         self.manager.deallocate(sequence)
-        self._prompt_logprobs.pop(sequence, None)
+        self.replies.forget(sequence)
         self._enqueue_ready(sequence)
 
     def fail_step(self, step: Step, message: str) -> None:
-        """The forward itself failed: its requests end with an error, what it was to load is not relied on."""
-        self.manager.loads.finish(step.plan.batch_ids, step.plan.batch_ids)
+        """The forward itself failed: its requests end with an error, and its loads are not relied on."""
+        self.manager.finish_loads(step.plan.batch_ids, step.plan.batch_ids)
         if step.audit:
             self.auditor.give_up()
-        for sequence, _ in (*step.prefill, *step.decode):
+        for sequence, _ in step.rows:
             queue = self.canonical if sequence.state is SequenceState.CANONICAL else self.running
             queue.remove(sequence)
             self.end(sequence, "error", message)
+
+    # ------------------------------------------------------------------------------------------------ ends
 
     def take_out(self, sequence: Sequence) -> None:
         """Compute it no further for now; it keeps its blocks."""
@@ -498,119 +397,34 @@ class Scheduler:
         sequence.state = SequenceState.REMOTE
 
     def hand_over(self, sequence: Sequence) -> None:
-        """Another instance goes on with a sequence that was taken out: its blocks are let go of as at an end."""
+        """Another instance goes on with a sequence that was taken out: its blocks are released as at an end."""
         self.auditor.consider(sequence)
-        self._prompt_logprobs.pop(sequence, None)
+        self.replies.forget(sequence)
         self.manager.deallocate(sequence)
-
-    def _append(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> None:
-        request = sequence.request
-        sequence.tokens.append(token)
-        self.num_generated_tokens += 1
-        reason, stop_reason = None, None
-        if sequence.num_generated >= request.min_tokens:
-            if token in request.stop_token_ids:
-                reason, stop_reason = "stop", token
-            elif token in request.eos_token_ids and not request.ignore_eos:
-                reason = "stop"
-        if reason is None and sequence.num_generated >= request.max_tokens:
-            reason = "length"
-        first = not sequence.usage_sent
-        sequence.usage_sent = True
-        if first:
-            self.first_token_s.append(time.monotonic() - sequence.arrived_at)
-        self._outputs.append(
-            RequestOutput(
-                request.request_id,
-                [token],
-                logprobs=None if logprob is None else [logprob],
-                prompt_logprobs=self._prompt_logprobs.pop(sequence, None),
-                usage=sequence.usage if first else None,
-                finish_reason=reason,
-                stop_reason=stop_reason,
-            )
-        )
-        if reason is not None:
-            self.running.remove(sequence)
-            self._finish(sequence)
-
-    def _finish(self, sequence: Sequence) -> None:
-        del self.sequences[sequence.request.request_id]
-        if self.manager.begin_canonical(sequence):
-            sequence.state = SequenceState.CANONICAL
-            self.canonical.append(sequence)
-        else:
-            self._release(sequence)
-
-    def _end_canonical(self, sequence: Sequence) -> None:
-        self.canonical.remove(sequence)
-        self._release(sequence)
 
     def end(self, sequence: Sequence, reason: str, error: str | None = None, status: int = 500) -> None:
         """End an unfinished request that stands in no queue; a canonical one has been answered long ago."""
-        sequence.num_restored = 0  # what it holds may be what made it fail: nothing to audit
+        sequence.num_restored = 0  # its blocks may be what made it fail: nothing to audit
         if sequence.state is not SequenceState.CANONICAL:
             del self.sequences[sequence.request.request_id]
-            self._outputs.append(
-                RequestOutput(
-                    sequence.request.request_id,
-                    [],
-                    usage=sequence.usage,
-                    finish_reason=reason,
-                    error=error,
-                    error_status=status,
-                )
-            )
+            self.replies.end(sequence, reason, error, status)
         self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         sequence.state = SequenceState.FINISHED
-        if self.outbound is not None:
-            self.outbound.released(sequence)
-        self.auditor.consider(sequence)
-        self._prompt_logprobs.pop(sequence, None)
-        self.manager.deallocate(sequence)
+        self.hand_over(sequence)
 
     def forget(self, sequence: Sequence) -> None:
         """Another instance has answered it in full."""
         sequence.state = SequenceState.FINISHED
         del self.sequences[sequence.request.request_id]
 
-    def output(self, output: RequestOutput) -> None:
-        """Send this with the outputs of the step."""
-        self._outputs.append(output)
-
     def take_outputs(self) -> list[RequestOutput]:
         """Outputs since the last call; the caller sends them."""
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        return self.replies.take()
 
     def fail_all(self, message: str, status: int) -> None:
         """Answer every open request with an error; the blocks are not looked at any more."""
         for request_id in self.sequences:
-            self._outputs.append(
-                RequestOutput(request_id, [], finish_reason="error", error=message, error_status=status)
-            )
+            self.replies.refuse(request_id, message, status)
         self.sequences.clear()
-
-    def refuse(self, request_id: str, message: str, status: int) -> None:
-        """Answer a request that is not admitted."""
-        self._outputs.append(RequestOutput(request_id, [], finish_reason="error", error=message, error_status=status))
-
-
-def _by_sequence(output: ForwardOutput) -> Iterator[list[tuple[int, TokenLogprob | None]]]:
-    """The tokens of each sequence that was sampled from, in plan order."""
-    pairs = list(zip(output.token_ids.tolist(), output.logprobs, strict=True))
-    counts = output.num_tokens.tolist() if output.num_tokens is not None else [1] * len(pairs)
-    start = 0
-    for count in counts:
-        yield pairs[start : start + count]
-        start += count
-
-
-def _origin(sequence: Sequence) -> str:
-    """Where most of the restored part of the prompt came from."""
-    usage = sequence.usage
-    if usage is None or not (usage.device or usage.host or usage.store):
-        return "cold"
-    return max(("device", "host", "store"), key=lambda tier: int(getattr(usage, tier)))
