@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from xllm_hier.embedded_store import die_with_parent
 from xllm_hier.models.parallel import TensorParallel
 from xllm_hier.plans import DecodeSequence, PrefillSequence
+from xllm_hier.process import die_with_parent
 from xllm_hier.worker.compute.model_runner import ModelOutput
 
 LIMIT_S = 60.0
