@@ -260,8 +260,8 @@ def test_every_message_survives_the_wire() -> None:
         plans.Forward(
             1,
             [2],
-            [plans.PrefillSequence(0, plans.ints([1]), plans.ints([0]), 0, spec)],
-            [plans.DecodeSequence(3, plans.ints([1]), plans.ints([0, 1]), spec, 2)],
+            [plans.SequenceRows(0, plans.ints([1]), plans.ints([0]), 0, spec)],
+            [plans.SequenceRows(3, plans.ints([1]), plans.ints([0, 1]), 0, spec, 2)],
         ),
         plans.ForwardOutput(1, 0, plans.ints([5]), [logprob, None], [[logprob]], [], 0.1, 0.0),
         plans.Call(1, "clear_cache", {"tiers": ["host"]}),

@@ -16,16 +16,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from ...plans import (
     AddRequest,
-    DecodeSequence,
     Forward,
     ForwardOutput,
-    PrefillSequence,
     PushBlocks,
     RequestOutput,
+    SamplingSpec,
+    SequenceRows,
     TokenLogprob,
     ints,
 )
@@ -358,15 +358,12 @@ class Scheduler:
         """One tile of the oldest finished sequence; even in a full step, because others may wait for its blocks."""
         for sequence in self.canonical[:1]:
             count = min(sequence.canonical_end - sequence.num_computed, CANONICAL_CHUNK)
-            start = sequence.num_computed
-            end = start + count
+            end = sequence.num_computed + count
             if not self.manager.allocate(sequence, end):
                 self._end_canonical(sequence)
                 return
-            tokens = ints(sequence.tokens[start:end])
-            more = self._fields(sequence, end, sequence.tokens[end] if end < sequence.canonical_end else -1)
-            table = sequence.block_table()
-            step.plan.prefill.append(PrefillSequence(start, tokens, table, sequence.write_from, **more))
+            next_token = sequence.tokens[end] if end < sequence.canonical_end else None
+            step.plan.prefill.append(self._rows(sequence, end, next_token, []))
             step.prefill.append((sequence, count))
 
     def _schedule_audit(self, step: Step) -> bool:
@@ -386,37 +383,56 @@ class Scheduler:
         return False
 
     def _add(self, step: Step, sequence: Sequence, count: int, drafts: list[int] | None = None) -> None:
-        start, request = sequence.num_computed, sequence.request
-        end, drafts = start + count, drafts or []
-        tokens = ints([*sequence.tokens[start:end], *drafts])
-        sampling = request.sampling if end == len(sequence.tokens) else None
-        proposals = self._num_proposals(sequence, end + len(drafts)) if sampling is not None else 0
-        table, draw, write_from = sequence.block_table(), sequence.num_generated, sequence.write_from
-        more = self._fields(sequence, end, sequence.tokens[end] if end < len(sequence.tokens) else -1, len(drafts))
-        more["num_proposals"] = proposals
+        end, drafts = sequence.num_computed + count, drafts or []
+        known, request = sequence.tokens, sequence.request
+        sampling = request.sampling if end == len(known) else None
+        rows = self._rows(
+            sequence,
+            end,
+            known[end] if end < len(known) else None,
+            drafts,
+            sampling=sampling,
+            num_proposals=self._num_proposals(sequence, end + len(drafts)) if sampling is not None else 0,
+            prompt_logprobs=request.prompt_logprobs if sequence.in_prefill and not sequence.num_generated else None,
+            next_generated=end >= sequence.prompt_length,
+        )
         push = self.outbound.push(sequence, end) if self.outbound is not None else None
         if push is not None:
             step.plan.pushes.append(push)
-        if not sequence.in_prefill:
-            step.plan.decode.append(
-                DecodeSequence(start, tokens, table, sampling, draw, len(drafts), write_from, **more)
-            )
-            step.decode.append((sequence, count))
-            return
-        wants = request.prompt_logprobs if not sequence.num_generated else None
-        more["next_generated"] = end >= sequence.prompt_length
-        step.plan.prefill.append(PrefillSequence(start, tokens, table, write_from, sampling, draw, wants, **more))
-        step.prefill.append((sequence, count))
+        plans, members = (step.plan.prefill, step.prefill) if sequence.in_prefill else (step.plan.decode, step.decode)
+        plans.append(rows)
+        members.append((sequence, count))
 
-    def _fields(self, sequence: Sequence, end: int, next_token: int, num_drafts: int = 0) -> dict[str, Any]:
-        """What a plan says of a sequence beside its tokens and KV blocks: the token after them, where the draft model
-        goes on, and the blocks of other types."""
-        return {
-            "next_token": next_token,
-            "draft_from": sequence.draft_from if self.drafting.by_model else -1,
-            "window_table": sequence.window_table(),
-            "states": self.manager.move_states(sequence, end, num_drafts),
-        }
+    def _rows(
+        self,
+        sequence: Sequence,
+        end: int,
+        next_token: int | None,
+        drafts: list[int],
+        *,
+        sampling: SamplingSpec | None = None,
+        num_proposals: int = 0,
+        prompt_logprobs: int | None = None,
+        next_generated: bool = False,
+    ) -> SequenceRows:
+        """The plan of a sequence's tokens up to `end` and of `drafts` behind them, with its blocks of all types."""
+        start = sequence.num_computed
+        return SequenceRows(
+            start,
+            ints([*sequence.tokens[start:end], *drafts]),
+            sequence.block_table(),
+            sequence.write_from,
+            sampling,
+            sequence.num_generated,
+            len(drafts),
+            prompt_logprobs,
+            next_token,
+            next_generated,
+            sequence.draft_from if self.drafting.by_model else None,
+            num_proposals,
+            sequence.window_table(),
+            self.manager.move_states(sequence, end, len(drafts)),
+        )
 
     # -------------------------------------------------------------------------------------------- results
 
@@ -429,15 +445,14 @@ class Scheduler:
         drawn = _by_sequence(output)
         proposals = iter(output.proposals)
         prompt_logprobs = iter(output.prompt_logprobs)
-        rows: list[tuple[PrefillSequence | DecodeSequence, tuple[Sequence, int]]] = [
+        rows: list[tuple[SequenceRows, tuple[Sequence, int]]] = [
             *zip(step.plan.prefill, step.prefill, strict=True),
             *zip(step.plan.decode, step.decode, strict=True),
         ]
         for row, (sequence, count) in rows:
             sampled = next(drawn) if row.sampling is not None else []
             drafts = next(proposals, None) if row.sampling is not None else None
-            wanted = isinstance(row, PrefillSequence) and row.prompt_logprobs is not None
-            logprobs = next(prompt_logprobs) if wanted else None
+            logprobs = next(prompt_logprobs) if row.prompt_logprobs is not None else None
             if self.manager.holds_any(sequence, bad):
                 self._roll_back(sequence)
                 continue
@@ -450,7 +465,7 @@ class Scheduler:
                 if sequence.num_computed >= sequence.canonical_end:
                     self._end_canonical(sequence)
             elif sampled and not sequence.aborted:
-                self._append_all(sequence, sampled, getattr(row, "num_drafts", 0))
+                self._append_all(sequence, sampled, row.num_drafts)
                 sequence.drafts = drafts.tolist() if drafts is not None else []
             if self.outbound is not None and sequence.state is SequenceState.RUNNING:
                 self.outbound.computed(sequence, drawn=bool(sampled) and not sequence.aborted)
