@@ -28,7 +28,7 @@ def measure(threads: int, repetitions: int, rates: list[float], groups: list[int
     from xllm_hier.block import BlockType, CacheRole
     from xllm_hier.config import EngineConfig
     from xllm_hier.host_memory import HostMemory
-    from xllm_hier.plans import BlockMapping, Forward, PrefillSequence, SamplingSpec, ints
+    from xllm_hier.plans import BlockMapping, Forward, SamplingSpec, SequenceRows, ints
     from xllm_hier.worker.compute.model_runner import ModelRunner
     from xllm_hier.worker.tiers.cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes
     from xllm_hier.worker.tiers.layer_copy import NativeCopier, layer_groups
@@ -52,7 +52,7 @@ def measure(threads: int, repetitions: int, rates: list[float], groups: list[int
     mapping = BlockMapping(BlockType.KV.value, restored, restored, b"")
     copier.offload([(domain, mapping)])(60)
     tokens = ints(random_prompt("overlap", SUFFIX, 32768))
-    row = PrefillSequence(PREFIX, tokens, ints(range(blocks)), PREFIX, SamplingSpec())
+    row = SequenceRows(PREFIX, tokens, ints(range(blocks)), PREFIX, SamplingSpec())
     plan = Forward(0, [], [row], [])
     next_batch = iter(range(10**9))
 

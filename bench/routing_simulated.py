@@ -38,7 +38,7 @@ from xllm_hier.plans import (
     TypeSizes,
     ints,
 )
-from xllm_hier.service.policies import Candidate, Load, Prompt, Route, Router
+from xllm_hier.service.policies import Candidate, InstanceLoad, Prompt, Route, Router
 from xllm_hier.service.prefix_index import IndexState, PrefixIndex
 
 TRACE_BLOCK, MOST_BLOCKS = 512, 128  # tokens of a trace's block; blocks of a prompt that are used
@@ -236,10 +236,10 @@ class SimulatedInstance:
             self._on_output(self, output)
         self.wake()
 
-    def load(self) -> Load:
+    def load(self) -> InstanceLoad:
         """What its heartbeat says now."""
         scheduler = self.scheduler
-        return Load(
+        return InstanceLoad(
             num_open=scheduler.num_open,
             num_waiting=len(scheduler.waiting) + len(scheduler.prefetching),
             num_running=len(scheduler.running),
@@ -297,7 +297,7 @@ class Replay:
             rules = [pools.rule for pools in one.manager.pools.values()]
             self._index.join(one.name, "one", rules, "store" if store else "")
             self._index.set_state(one.name, IndexState.EXACT)
-        self._loads: list[Load] = []
+        self._loads: list[InstanceLoad] = []
         self._routes: dict[str, Route] = {}
         self._arrived: dict[str, float] = {}
         self._num_open = len(requests)

@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from xllm_hier.config import EngineConfig
-from xllm_hier.launch import Instance, configure_logging
+from xllm_hier.launch import Instance
+from xllm_hier.process import configure_logging
 
 LIMIT_S = 600.0
 

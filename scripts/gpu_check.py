@@ -259,19 +259,19 @@ class Bench:
 
     def greedy(self, prompt: list[int], table: list[int], cuts: list[int]) -> tuple[list[int], list[torch.Tensor]]:
         """Tokens and their logits; the prompt is computed in chunks between `cuts`, the first of which is the hit."""
-        from xllm_hier.plans import DecodeSequence, Forward, PrefillSequence, SamplingSpec, ints
+        from xllm_hier.plans import Forward, SamplingSpec, SequenceRows, ints
 
         logits, tokens = [], list(prompt)
         for start, stop in zip(cuts, [*cuts[1:], len(prompt)], strict=True):
             sampling = SamplingSpec() if stop == len(prompt) else None
-            part = PrefillSequence(start, ints(prompt[start:stop]), ints(table), start, sampling)
+            part = SequenceRows(start, ints(prompt[start:stop]), ints(table), start, sampling)
             output = self.forward(Forward(0, [], [part], []))
         while True:
             tokens += output.token_ids
             logits.append(self.runner.last_logits.cpu())
             if len(tokens) == len(prompt) + ANSWER:
                 return tokens[len(prompt) :], logits
-            row = DecodeSequence(len(tokens) - 1, ints(tokens[-1:]), ints(table), SamplingSpec())
+            row = SequenceRows(len(tokens) - 1, ints(tokens[-1:]), ints(table), 0, SamplingSpec())
             output = self.forward(Forward(0, [], [], [row]))
 
     def offload(self, device: list[int], host: list[int]) -> bool:
@@ -543,7 +543,7 @@ def check_overlap(place: Place) -> Iterator[Line]:
 
     On cpu the copy is held to a rate at which it takes 50 ms, as the tiny model's few bytes take no time.
     """
-    from xllm_hier.plans import Forward, PrefillSequence, SamplingSpec, ints
+    from xllm_hier.plans import Forward, SamplingSpec, SequenceRows, ints
     from xllm_hier.worker.tiers.layer_copy import layer_groups
 
     shape, prefix, suffix, block = (LARGE, 8192, 1024, 256) if place.cuda else (SHAPE, 1024, 256, 32)
@@ -559,7 +559,7 @@ def check_overlap(place: Place) -> Iterator[Line]:
             bench.copier._copier.bytes_per_second = nbytes / 0.05
         dice = random.Random(6)
         tokens = ints([dice.randrange(3, shape["vocab_size"]) for _ in range(suffix)])
-        row = PrefillSequence(prefix, tokens, ints(range(blocks)), prefix, SamplingSpec())
+        row = SequenceRows(prefix, tokens, ints(range(blocks)), prefix, SamplingSpec())
         plan = Forward(0, [], [row], [])
 
         def both() -> None:

@@ -23,7 +23,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from xllm_hier.embedded_store import binary, die_with_parent, free_ports
+from xllm_hier.embedded_store import binary, free_ports
+from xllm_hier.process import die_with_parent
 
 CLUSTER_ID = "xllm-mooncake"
 _START_S, _STOP_S = 300.0, 60.0

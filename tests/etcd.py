@@ -15,7 +15,8 @@ import httpx
 import pytest
 from serving import wait_for
 
-from xllm_hier.embedded_store import die_with_parent, free_ports
+from xllm_hier.embedded_store import free_ports
+from xllm_hier.process import die_with_parent
 from xllm_hier.registry import Etcd
 
 needs_etcd = pytest.mark.skipif(shutil.which("etcd") is None, reason="etcd is not installed (apt: etcd-server)")

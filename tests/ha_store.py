@@ -14,7 +14,8 @@ import httpx
 from etcd import EtcdServer, running_etcd
 from serving import wait_for
 
-from xllm_hier.embedded_store import binary, die_with_parent, free_ports
+from xllm_hier.embedded_store import binary, free_ports
+from xllm_hier.process import die_with_parent
 
 CLUSTER_ID = "xllm-test"
 CLIENT_TTL_S = 30  # as in scripts/kvcache_store

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from xllm_hier.embedded_store import die_with_parent
 from xllm_hier.models.parallel import TensorParallel
-from xllm_hier.plans import DecodeSequence, PrefillSequence
+from xllm_hier.plans import SequenceRows
+from xllm_hier.process import die_with_parent
 from xllm_hier.worker.compute.model_runner import ModelOutput
 
 LIMIT_S = 60.0
@@ -60,7 +60,7 @@ class RankedDriver:
             assert not isinstance(answers[-1], Exception), answers[-1]
         return answers
 
-    def step(self, prefill: Sequence[PrefillSequence] = (), decode: Sequence[DecodeSequence] = ()) -> ModelOutput:
+    def step(self, prefill: Sequence[SequenceRows] = (), decode: Sequence[SequenceRows] = ()) -> ModelOutput:
         answers = self._ask([("step", list(prefill), list(decode))] * self.tp_size)
         assert all(not output.token_ids for output, _ in answers[1:]), "rank 0 alone returns tokens"
         output, self.logits = answers[0]

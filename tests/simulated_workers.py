@@ -210,7 +210,9 @@ class SimulatedWorkers:
         for row in plan.prefill:
             if row.prompt_logprobs is not None:
                 following = [*row.token_ids[1:].tolist(), row.next_token]
-                prompt_logprobs.append([TokenLogprob(token, 0.0, 1, [], []) for token in following if token >= 0])
+                prompt_logprobs.append(
+                    [TokenLogprob(token, 0.0, 1, [], []) for token in following if token is not None]
+                )
             last = self._rows(row.start, row.token_ids.tolist(), row.block_table.tolist(), "P", row.write_from, failed)
             if row.sampling is not None:
                 tokens.append(next_token(last))

@@ -19,11 +19,12 @@ import httpx
 import pytest
 from scripted_engine import RunningApi, ScriptedEngine, byte_ids, make_tokenizer, say
 
-from xllm_hier.api.app import MAX_BODY_BYTES, create_app
+from xllm_hier.api.app import create_app
 from xllm_hier.api.generation import Admission, Choice, Generation, Prompt
 from xllm_hier.config import EngineConfig
 from xllm_hier.engine_client import EngineClient
 from xllm_hier.errors import ConfigError
+from xllm_hier.openai.body_limit import MAX_BODY_BYTES
 from xllm_hier.openai.output import ChoiceDecoder, Detokenizer, StopFinder
 from xllm_hier.openai.refusals import ErrorAnswer, error_body
 from xllm_hier.openai.tokenizer import load_tokenizer

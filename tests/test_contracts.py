@@ -18,6 +18,7 @@ import pytest
 from xllm_hier import plans, wire
 from xllm_hier.block import BlockLayout, BlockType, RestoreRule, TensorSpec, Trailer, common_boundary
 from xllm_hier.config import EngineConfig
+from xllm_hier.environment import check_environment
 from xllm_hier.errors import ConfigError, WireError
 from xllm_hier.hashing import block_hash, decode_tag, prompt_hashes, root_hash
 from xllm_hier.store_key import draft_component, group_id, key_prefix, name_space_regex
@@ -259,8 +260,8 @@ def test_every_message_survives_the_wire() -> None:
         plans.Forward(
             1,
             [2],
-            [plans.PrefillSequence(0, plans.ints([1]), plans.ints([0]), 0, spec)],
-            [plans.DecodeSequence(3, plans.ints([1]), plans.ints([0, 1]), spec, 2)],
+            [plans.SequenceRows(0, plans.ints([1]), plans.ints([0]), 0, spec)],
+            [plans.SequenceRows(3, plans.ints([1]), plans.ints([0, 1]), 0, spec, 2)],
         ),
         plans.ForwardOutput(1, 0, plans.ints([5]), [logprob, None], [[logprob]], [], 0.1, 0.0),
         plans.Call(1, "clear_cache", {"tiers": ["host"]}),
@@ -374,11 +375,11 @@ def test_python_settings_are_checked_too() -> None:
 
 def test_the_model_folder_must_be_one(tmp_path: Path, model: str) -> None:
     with pytest.raises(ConfigError, match="model"):
-        EngineConfig(model=str(tmp_path / "none"), port=0).check_environment()
-    EngineConfig(model=model, port=0).check_environment()
+        check_environment(EngineConfig(model=str(tmp_path / "none"), port=0))
+    check_environment(EngineConfig(model=model, port=0))
     (Path(model) / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="safetensors"):
-        EngineConfig(model=model, port=0).check_environment()
+        check_environment(EngineConfig(model=model, port=0))
 
 
 def test_a_port_range_that_is_taken_is_named(model: str) -> None:
@@ -387,7 +388,7 @@ def test_a_port_range_that_is_taken_is_named(model: str) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port='127.0.0.1:{port}'"):
-            EngineConfig(model=model, port=port).check_environment()
+            check_environment(EngineConfig(model=model, port=port))
         config = EngineConfig(
             model=model,
             port=0,
@@ -397,12 +398,12 @@ def test_a_port_range_that_is_taken_is_named(model: str) -> None:
             store_local_hostname=f"127.0.0.1:{port}",
         )
         with pytest.raises(ConfigError, match="store_local_hostname"):
-            config.check_environment()
+            check_environment(config)
 
 
 def test_a_device_the_machine_cannot_have_is_refused_before_any_process_starts(model: str) -> None:
     with pytest.raises(ConfigError, match=r"device='npu'.*torch_npu"):
-        EngineConfig(model=model, port=0, device="npu").check_environment()
+        check_environment(EngineConfig(model=model, port=0, device="npu"))
 
 
 @pytest.mark.skipif(Path("/sys/class/infiniband").is_dir(), reason="this machine may have RDMA")
@@ -416,7 +417,7 @@ def test_rdma_without_hardware_is_refused_and_never_becomes_tcp(model: str) -> N
         store_master_server_address="127.0.0.1:1",
     )
     with pytest.raises(ConfigError, match="store_protocol='rdma'"):
-        config.check_environment()
+        check_environment(config)
 
 
 def test_help_groups_every_setting_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from tiny_models import VOCAB, make
 
 from xllm_hier.config import EngineConfig
 from xllm_hier.embedded_store import Disk, EmbeddedStore
+from xllm_hier.environment import check_environment
 from xllm_hier.errors import ConfigError
 
 COMMON = ["--block_size=16", "--max_cache_size=4MB", "--check_invariants", "--enable_kvcache_store=true"]
@@ -80,7 +81,7 @@ def test_what_was_written_just_before_an_orderly_stop_comes_from_the_store_after
         assert [answer.cached for answer in answers] == [(0, 0, LENGTH // 16 * 16)] * 3
         second = [f"--model={model}", *COMMON, "--port=0", f"--embedded_store_dir={folder}"]
         with pytest.raises(ConfigError, match=r"embedded_store_dir.*no other running instance"):
-            EngineConfig.from_sources(second, {}).check_environment()
+            check_environment(EngineConfig.from_sources(second, {}))
 
 
 def test_after_sigkill_of_everything_what_had_reached_the_disk_is_there(model: Path, tmp_path: Path) -> None:
@@ -224,7 +225,7 @@ def test_a_folder_that_cannot_be_made_or_written_to_is_refused_before_anything_s
     folder = {"a file": tmp_path / "a file", "below a file": tmp_path / "a file" / "x"}.get(where, Path(where))
     flags = [f"--model={model}", *COMMON, "--port=0", f"--embedded_store_dir={folder}"]
     with pytest.raises(ConfigError, match=r"embedded_store_dir.*can be written to"):
-        EngineConfig.from_sources(flags, {}).check_environment()
+        check_environment(EngineConfig.from_sources(flags, {}))
 
 
 @pytest.mark.parametrize(

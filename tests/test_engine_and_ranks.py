@@ -19,11 +19,10 @@ from xllm_hier.engine.remote_worker import RemoteWorkers, answer_address, plan_a
 from xllm_hier.errors import EngineDeadError
 from xllm_hier.plans import (
     BlockMapping,
-    DecodeSequence,
     Forward,
     ForwardOutput,
     OffloadCopied,
-    PrefillSequence,
+    SequenceRows,
     TransferBlocks,
     TransferKvBlocks,
     WorkerCall,
@@ -198,7 +197,7 @@ def mapping(device: int = 1, host: int = 2) -> BlockMapping:
 
 def forward(**changes: Any) -> Forward:
     row = {"start": 4, "token_ids": ints([5, 6]), "block_table": ints([1, 3]), "write_from": 4} | changes
-    return Forward(1, [9], [PrefillSequence(**row)], [DecodeSequence(3, ints([8]), ints([2]))])
+    return Forward(1, [9], [SequenceRows(**row)], [SequenceRows(3, ints([8]), ints([2]))])
 
 
 DIFFERENCES: dict[str, Callable[[], list[Any]]] = {

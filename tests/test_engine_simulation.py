@@ -42,6 +42,7 @@ from xllm_hier.plans import (
     ProbeStorage,
     RequestOutput,
     SamplingSpec,
+    SequenceRows,
     StateMoves,
     TransferBlocks,
     TransferKvBlocks,
@@ -138,9 +139,14 @@ def a_head_finds_the_hidden_state_before_a_restored_prefix_somewhere(
 
 
 def a_draft_model_is_not_told_the_token_behind_a_chunk(
-    manager: HierarchyBlockManagerPool, sequence: Sequence, end: int, _next_token: int, num_drafts: int = 0
-) -> dict[str, Any]:
-    return FIELDS(manager, sequence, end, -1, num_drafts)
+    manager: HierarchyBlockManagerPool,
+    sequence: Sequence,
+    end: int,
+    _next_token: int | None,
+    drafts: list[int],
+    **more: Any,
+) -> SequenceRows:
+    return ROW(manager, sequence, end, None, drafts, **more)
 
 
 def what_a_rejected_draft_left_is_taken_for_computed(
@@ -237,7 +243,7 @@ def one_type_decides_the_boundary(rules: list[RestoreRule], has: Callable[[Block
 
 
 FINISH_STEP, COMMIT_COPY = Loads.finish, WriteBack._commit_copy
-FIELDS, APPEND_ALL = step._fields, Scheduler._append_all
+ROW, APPEND_ALL = step._row, Scheduler._append_all
 PUBLISH_COMPUTED, NEEDED = HierarchyBlockManagerPool.publish_computed, RestoreRule.needed
 MOVE_STATES = HierarchyBlockManagerPool.move_states
 PLANTED: dict[Callable[..., Any], tuple[str, Any, str]] = {
@@ -250,7 +256,7 @@ PLANTED: dict[Callable[..., Any], tuple[str, Any, str]] = {
         Prefix,
         "num_hit_tokens",
     ),
-    a_draft_model_is_not_told_the_token_behind_a_chunk: ("draft model", step, "_fields"),
+    a_draft_model_is_not_told_the_token_behind_a_chunk: ("draft model", step, "_row"),
     what_a_rejected_draft_left_is_taken_for_computed: ("draft model", Scheduler, "_append_all"),
     the_newest_token_needs_no_block: ("draft head", Drafting, "ahead"),
     a_window_slides_a_block_too_early: ("windows", HierarchyBlockManagerPool, "publish_computed"),

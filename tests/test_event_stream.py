@@ -23,7 +23,7 @@ from xllm_hier.engine.publisher import KvPublisher
 from xllm_hier.kv_events import Cleared, EventBatch
 from xllm_hier.plans import TypeSizes
 from xllm_hier.registry import InstanceInfo
-from xllm_hier.service.event_stream import EventStream
+from xllm_hier.service.kv_event_stream import KvEventStream
 from xllm_hier.service.prefix_index import IndexState, PrefixIndex
 
 KV = BlockType.KV
@@ -97,7 +97,7 @@ def hashed(number: int) -> bytes:
 class Listener:
     """An index that follows one engine."""
 
-    def __init__(self, index: PrefixIndex, stream: EventStream, batches: list[EventBatch]) -> None:
+    def __init__(self, index: PrefixIndex, stream: KvEventStream, batches: list[EventBatch]) -> None:
         self.index, self.stream, self.batches = index, stream, batches
 
     def known(self, tier: str = "device") -> int:
@@ -114,7 +114,7 @@ class Listener:
             await asyncio.sleep(0.005)
 
 
-class HearsFirst(EventStream):
+class HearsFirst(KvEventStream):
     """Asks for its snapshot once batches come in: there is no gap before its subscription has reached the engine."""
 
     def _open(self, kind: int, address: str) -> Any:
@@ -129,7 +129,7 @@ class HearsFirst(EventStream):
 
 
 @asynccontextmanager
-async def following(info: InstanceInfo, kind: type[EventStream] = EventStream) -> AsyncIterator[Listener]:
+async def following(info: InstanceInfo, kind: type[KvEventStream] = KvEventStream) -> AsyncIterator[Listener]:
     context, index, batches = zmq.asyncio.Context(), PrefixIndex(), list[EventBatch]()
     stream = kind(context, info, index, batches.append, silence_s=0.3)
     task = asyncio.create_task(stream.run())

@@ -15,30 +15,33 @@ PACKAGE = ROOT / "xllm_hier"
 
 # One floor a line, the lowest first: a module imports modules of lower floors only, also lazily and for types.
 FLOORS = """
-- block clock engine.blocks.policy errors hashing models.linear plans service.burden version worker.store.circuit
-  worker.store.key_quarantine worker.transfer_stats
+- block clock engine.blocks.policy errors hashing models.linear openai.body_limit plans service.instance_load version
+  worker.store.circuit worker.store.key_quarantine worker.transfer_stats
 - engine.blocks.moves engine.blocks.pool engine.blocks.settings engine.forward_join host_memory kv_events machine
   models.demo models.expert_routing models.parallel models.rope models.weights openai.listening openai.refusals
-  openai.tokenizer peer_plans settings store_key worker.compute.attention worker.compute.plan_digest
+  openai.tokenizer peer_plans process settings store_key worker.compute.attention worker.compute.plan_digest
   worker.compute.sampler worker.tiers.cache_domain
 - config engine.blocks.prefetch engine.blocks.types models.families models.identity openai.auth openai.sampling
   openai.streaming registry service.config service.prefix_index wire worker.compute.block_compare
   worker.compute.device_attention worker.compute.latent_attention worker.tiers.layer_copy
 - embedded_store engine.blocks.sequence engine.pair.links engine.rank_views engine.remote_worker engine_client
-  models.delta_rule models.parts openai.protocol service.event_stream service.policies service.store_watch
-  worker.platform worker.store.mooncake_client worker.store.queue worker.tiers.cache_sizes worker.tiers.host_load
+  environment models.delta_rule models.parts openai.protocol service.kv_event_stream service.policies
+  service.store_watch worker.platform worker.store.mooncake_client worker.store.queue worker.tiers.cache_sizes
+  worker.tiers.host_load
 - api.metrics api.registration engine.blocks.account engine.blocks.journal engine.blocks.keeping engine.blocks.prefix
   engine.blocks.read_targets engine.pair.handover engine.steps.replies models.experts models.gated_delta models.mla
-  openai.output service.instances worker.compute.recurrent_state worker.peers.transfer_engine worker.store.marks
+  openai.chat_prompt openai.error_answers openai.output service.instances worker.compute.recurrent_state
+  worker.peers.transfer_engine worker.store.marks
 - api.generation api.logprobs engine.blocks.checkpoints engine.publisher models.decoder service.cluster
   worker.peers.pieces worker.store.kv_cache_store
-- api.answers engine.blocks.ledger models.hf_model models.mtp service.relay worker.peers.calls
+- api.answers engine.blocks.ledger models.hf_model models.mtp service.relay worker.peers.transfer_calls
   worker.tiers.kv_cache_transfer
 - api.handlers engine.blocks.canonical engine.blocks.host_loads engine.blocks.write_back service.metrics
   worker.compute.model_runner worker.peers.push
-- api.admin engine.blocks.admission engine.blocks.store_reads worker.compute.speculation worker.peers.pd_transfer
-- api.app engine.blocks.publishing worker.worker
-- api.server engine.blocks.books service.app
+- api.admin engine.blocks.admission engine.blocks.store_reads service.app worker.compute.speculation
+  worker.peers.pd_transfer
+- api.app engine.blocks.publishing service.__main__ worker.worker
+- api.server engine.blocks.books
 - engine.steps.audit engine.steps.drafts engine.steps.step
 - engine.pair.role engine.steps.canonical
 - engine.steps.scheduler
@@ -49,7 +52,7 @@ FLOORS = """
 - engine.calls
 - engine.core
 - launch
-- llm serve service.__main__
+- llm serve
 - __init__
 """
 
@@ -95,6 +98,16 @@ def test_every_module_stands_on_one_floor() -> None:
 def test_imports_go_down_only(name: str) -> None:
     up = [target for target in imports_of(name) - PACKAGES if FLOOR_OF[target] >= FLOOR_OF[name]]
     assert not up, f"{name} imports {up} of its own floor or above"
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [*((name, "api") for name in MODULES if name.startswith("service.")), ("llm", "api"), ("llm", "service")]
+    + [(name, "service") for name in MODULES if name.startswith("api.")],
+)
+def test_processes_share_packages_of_their_own(name: str, folder: str) -> None:
+    """What api, service and `LLM` share stands in openai/ and below: none imports anything of another."""
+    assert not [target for target in imports_of(name) if target.split(".")[0] == folder]
 
 
 @pytest.mark.parametrize("folder", sorted(PACKAGES))

@@ -18,7 +18,7 @@ from tiny_models import VOCAB, Driver, generated, make, prompt_part, random_prom
 
 from xllm_hier.config import EngineConfig
 from xllm_hier.errors import ConfigError
-from xllm_hier.plans import DecodeSequence, Forward, PrefillSequence, SamplingSpec
+from xllm_hier.plans import Forward, SamplingSpec, SequenceRows
 from xllm_hier.worker.compute.model_runner import ModelOutput, ModelRunner
 from xllm_hier.worker.compute.sampler import sample
 from xllm_hier.worker.compute.speculation import DraftModel
@@ -69,8 +69,8 @@ class Pair(Driver):
 
     def step(
         self,
-        prefill: Sequence[PrefillSequence] = (),
-        decode: Sequence[DecodeSequence] = (),
+        prefill: Sequence[SequenceRows] = (),
+        decode: Sequence[SequenceRows] = (),
         wait_for_layer: Callable[[int], None] = lambda layer: None,
     ) -> ModelOutput:
         output = super().step(prefill, decode, wait_for_layer)
@@ -138,7 +138,7 @@ def take_prompt(
             stop,
             write_from=max(start, restored),
             sampling=sampling if last else None,
-            next_token=-1 if last else prompt[stop],
+            next_token=None if last else prompt[stop],
             draft_from=draft_from,
             num_proposals=num_proposals if last else 0,
         )
@@ -192,7 +192,7 @@ def next_row(
     table: Sequence[int],
     sampling: SamplingSpec = GREEDY,
     num_proposals: int = NUM_DRAFTS,
-) -> DecodeSequence:
+) -> SequenceRows:
     known = [*prompt, *given]
     return generated(
         [*known, *drafts],
@@ -267,9 +267,7 @@ def test_each_sequence_of_a_batch_gets_the_drafts_it_gets_alone(tmp_path: Path) 
     def begin(numbers: Sequence[int]) -> list[int]:
         return [take_prompt(pair, prompts[n], tables[n]) for n in numbers]
 
-    def rows(
-        first: Sequence[int], wanted: Sequence[int]
-    ) -> tuple[list[list[PrefillSequence]], list[list[DecodeSequence]]]:
+    def rows(first: Sequence[int], wanted: Sequence[int]) -> tuple[list[list[SequenceRows]], list[list[SequenceRows]]]:
         whole = prompt_part(prompts[0], tables[0], draft_from=0, num_proposals=wanted[0])
         cut = prompt_part(prompts[1], tables[1], 0, 13, next_token=prompts[1][13], draft_from=0)
         plain = next_row(prompts[2], first[:1], [], tables[2], num_proposals=wanted[1])

@@ -15,13 +15,12 @@ from tiny_models import random_prompt
 from xllm_hier.block import BlockType
 from xllm_hier.plans import (
     HOLE,
-    DecodeSequence,
     Forward,
-    PrefillSequence,
     PullBlocks,
     PushBlocks,
     RemoteBlocks,
     SamplingSpec,
+    SequenceRows,
     StateMoves,
     ints,
 )
@@ -66,13 +65,13 @@ class Instance(Side):
             more["states"] = StateMoves(HOLE, ints([len(prompt)]), ints(self.tables[LINEAR]))
         if self.draft is not None:
             more |= {"draft_from": 0, "num_proposals": 2}
-        return self._step(Forward(0, [], [PrefillSequence(0, ints(prompt), **more)], [], list(pushes)))
+        return self._step(Forward(0, [], [SequenceRows(0, ints(prompt), **more)], [], list(pushes)))
 
     def go_on(self, token: int, start: int) -> tuple[list[int], list[list[int]]]:
         more: dict[str, Any] = {**self._places(start + 1), "sampling": SamplingSpec(), "draw": 1}
         if self.draft is not None:
             more |= {"draft_from": start + 1, "num_proposals": 2}
-        return self._step(Forward(0, [], [], [DecodeSequence(start, ints([token]), **more)]))
+        return self._step(Forward(0, [], [], [SequenceRows(start, ints([token]), **more)]))
 
     def _step(self, plan: Forward) -> tuple[list[int], list[list[int]]]:
         pushes = self.pd.begin(plan.pushes)

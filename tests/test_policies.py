@@ -12,7 +12,7 @@ import pytest
 from xllm_hier.block import BlockType, RestoreRule
 from xllm_hier.errors import ConfigError
 from xllm_hier.kv_events import Stored
-from xllm_hier.service.policies import POLICIES, Candidate, Load, Prompt, Route, Router
+from xllm_hier.service.policies import POLICIES, Candidate, InstanceLoad, Prompt, Route, Router
 from xllm_hier.service.prefix_index import IndexState, PrefixIndex
 
 KV, SIZE = BlockType.KV, 10
@@ -31,7 +31,7 @@ class Fleet:
             self.join(name, role, store=store)
 
     def join(self, name: str, role: str = "DEFAULT", incarnation: str = "one", store: str = "s") -> None:
-        self.candidates[name] = Candidate(name, role, incarnation, SIZE, Load(**RATES))
+        self.candidates[name] = Candidate(name, role, incarnation, SIZE, InstanceLoad(**RATES))
         self.index.join(name, incarnation, [RestoreRule(KV, SIZE)], store)
         self.index.set_state(name, IndexState.EXACT)
 
@@ -457,9 +457,12 @@ def test_an_instance_that_is_late_again_and_again_is_expected_to_be_late() -> No
 def test_a_load_takes_what_it_can_use_of_whatever_is_told() -> None:
     told = {"num_open": 3, "num_running": -1, "backlog_tokens": True, "compute_s": 0.5, "load_s": float("nan")}
     told |= {"read_s": "fast", "step_s": 0, "ttft_s": 1, "num_waiting": 1.5, "store_state": 7, "unheard of": [1]}
-    assert Load.from_dict(told) == Load(num_open=3, compute_s=0.5, ttft_s=1)
-    assert Load.from_dict(None) == Load.from_dict([]) == Load()
-    assert Load.from_dict(dataclasses.asdict(Load(1, 2, 3, 4, 5.0, store_state="attached"))).store_state == "attached"
+    assert InstanceLoad.from_dict(told) == InstanceLoad(num_open=3, compute_s=0.5, ttft_s=1)
+    assert InstanceLoad.from_dict(None) == InstanceLoad.from_dict([]) == InstanceLoad()
+    assert (
+        InstanceLoad.from_dict(dataclasses.asdict(InstanceLoad(1, 2, 3, 4, 5.0, store_state="attached"))).store_state
+        == "attached"
+    )
 
 
 def test_decisions_and_tokens_are_counted() -> None:
@@ -496,8 +499,8 @@ def test_a_prompt_is_placed_among_32_instances_in_a_moment() -> None:
 def test_answers_that_come_as_a_whole_are_no_queue_once_the_instance_has_nothing_to_compute() -> None:
     """Their first token is seen by nobody; two heartbeats without a backlog say that their prompts are computed."""
     index = PrefixIndex()
-    router, busy = Router("CAR", index), Load(num_open=1, num_waiting=1, compute_s=1e-3)
-    idle = Load(num_open=1, num_running=1, compute_s=1e-3)
+    router, busy = Router("CAR", index), InstanceLoad(num_open=1, num_waiting=1, compute_s=1e-3)
+    idle = InstanceLoad(num_open=1, num_running=1, compute_s=1e-3)
     route = router.choose(Prompt(list(range(1000))), [Candidate("a", "DEFAULT", "x", 16, idle)])
     assert route is not None
     router.begin(route)

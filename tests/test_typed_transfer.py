@@ -15,7 +15,7 @@ from tiny_models import random_prompt
 from xllm_hier.block import BlockLayout, BlockType, CacheLayout, CacheRole, TensorSpec
 from xllm_hier.config import EngineConfig
 from xllm_hier.host_memory import HostMemory
-from xllm_hier.plans import HOLE, BlockMapping, DecodeSequence, Forward, PrefillSequence, SamplingSpec, StateMoves, ints
+from xllm_hier.plans import HOLE, BlockMapping, Forward, SamplingSpec, SequenceRows, StateMoves, ints
 from xllm_hier.store_key import MAIN
 from xllm_hier.worker.compute.attention import PagedAttention, Span
 from xllm_hier.worker.compute.model_runner import ModelRunner
@@ -145,8 +145,8 @@ def test_a_head_goes_on_from_a_restored_state_with_the_bits_of_a_cold_run(tmp_pa
     def run(start: int, table: list[int], source: int, moves: dict[int, int]) -> tuple[Any, list[list[int]]]:
         states = StateMoves(source, ints(list(moves)), ints(list(moves.values())))
         more: dict[str, Any] = {"sampling": SamplingSpec(), "draft_from": start, "num_proposals": 2}
-        row = PrefillSequence(start, ints(prompt[start:]), ints(table), start, states=states, **more)
-        plan = Forward(0, [], [row], list[DecodeSequence]())
+        row = SequenceRows(start, ints(prompt[start:]), ints(table), start, states=states, **more)
+        plan = Forward(0, [], [row], [])
         output = target.forward(plan, lambda layer: None)
         return output.token_ids, [drafts.tolist() for drafts in head.propose(plan, output)]
 

@@ -37,7 +37,7 @@ from transformers.utils import logging as transformers_logging
 
 from xllm_hier.config import EngineConfig
 from xllm_hier.models.parallel import TensorParallel
-from xllm_hier.plans import DecodeSequence, Forward, PrefillSequence, SamplingSpec, ints
+from xllm_hier.plans import Forward, SamplingSpec, SequenceRows, ints
 from xllm_hier.worker.compute.model_runner import ModelOutput, ModelRunner
 
 VOCAB = 320
@@ -271,8 +271,8 @@ class Driver:
 
     def step(
         self,
-        prefill: Sequence[PrefillSequence] = (),
-        decode: Sequence[DecodeSequence] = (),
+        prefill: Sequence[SequenceRows] = (),
+        decode: Sequence[SequenceRows] = (),
         wait_for_layer: Callable[[int], None] = lambda layer: None,
     ) -> ModelOutput:
         self.plan = Forward(0, [], list(prefill), list(decode))
@@ -299,11 +299,11 @@ class Driver:
 
 def prompt_part(
     token_ids: Sequence[int], table: Sequence[int], start: int = 0, stop: int | None = None, **more: Any
-) -> PrefillSequence:
+) -> SequenceRows:
     """Tokens `start .. stop` of a prompt; the part that ends the prompt is sampled from."""
     stop = len(token_ids) if stop is None else stop
     sampling = SamplingSpec() if stop == len(token_ids) else None
-    return PrefillSequence(
+    return SequenceRows(
         **{
             "start": start,
             "token_ids": ints(token_ids[start:stop]),
@@ -315,9 +315,9 @@ def prompt_part(
     )
 
 
-def generated(token_ids: Sequence[int], table: Sequence[int], start: int, **more: Any) -> DecodeSequence:
+def generated(token_ids: Sequence[int], table: Sequence[int], start: int, **more: Any) -> SequenceRows:
     """Generated tokens `start ...`; the last one is sampled from."""
-    return DecodeSequence(
+    return SequenceRows(
         **{
             "start": start,
             "token_ids": ints(token_ids[start:]),

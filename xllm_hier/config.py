@@ -1,31 +1,20 @@
 """Every setting once: type, unit, default, help and check; command line, config file, environment all come from here.
 
-Names are xLLM's. A bad one is a ConfigError with its name, its value and what is allowed, before any process starts.
+Names are xLLM's. A value that cannot be used is a ConfigError with the setting's name, its value and the allowed ones,
+before any process starts. `environment.py` checks the settings against the machine.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from .errors import ConfigError
-from .machine import (
-    check_address,
-    check_device,
-    check_model_folder,
-    check_port_free,
-    check_secret,
-    etcd_endpoints,
-    has_rdma,
-    split_address,
-    take_folder,
-    take_port,
-)
+from .machine import check_address, check_secret, etcd_endpoints
 from .settings import check_value, read_sources, setting
 
 MODEL, CACHE, STORE, ENGINE, DISAGG, CLUSTER, SERVER, LIMITS = (
@@ -486,58 +475,6 @@ class EngineConfig:
     def chunk_tokens(self) -> int:
         """Longest prefill chunk of one sequence in one step."""
         return min(self.max_tokens_per_chunk_for_prefill or self.max_tokens_per_batch, self.max_tokens_per_batch)
-
-    def check_environment(self) -> None:
-        """Check what depends on the machine: model folder, device, free ports, RDMA hardware.
-
-        Raises:
-            ConfigError: with the setting at fault.
-        """
-        check_model_folder("model", self.model)
-        if self.draft_model:
-            check_model_folder("draft_model", self.draft_model)
-        if self.tokenizer and not Path(self.tokenizer).is_dir():
-            raise ConfigError("tokenizer", self.tokenizer, "a folder")
-        check_device(self.device)
-        if self.port:
-            check_port_free("port", self.host, self.port)
-        if self.enable_kvcache_store and self.store_protocol == "rdma" and not has_rdma():
-            raise ConfigError("store_protocol", "rdma", "tcp on this machine: /sys/class/infiniband has no device")
-        if self.embedded_store_dir:
-            os.close(take_folder("embedded_store_dir", self.embedded_store_dir))
-        if self.enable_disagg_pd:
-            self._check_disagg_environment()
-        for socket_ in self.take_store_endpoints():
-            socket_.close()
-
-    def take_store_endpoints(self) -> list[socket.socket]:
-        """Bound sockets, not listening, that keep the endpoints of direct store clients from other instances of this
-        machine while they are open: with P2PHANDSHAKE the library uses them as names only, and would not notice.
-
-        Raises:
-            ConfigError: one of the range is taken.
-        """
-        taken: list[socket.socket] = []
-        if self.enable_kvcache_store and not self.embedded_store and not self.store_client_address:
-            host, port = split_address(self.store_local_hostname)
-            try:
-                for rank in range(self.tp_size):
-                    taken.append(take_port("store_local_hostname", host, port + rank))
-            except ConfigError:
-                for other in taken:
-                    other.close()
-                raise
-        if self.store_metadata_server != "P2PHANDSHAKE":  # the library binds them itself
-            for other in taken:
-                other.close()
-            taken.clear()
-        return taken
-
-    def _check_disagg_environment(self) -> None:
-        if self.transfer_protocol == "rdma" and not has_rdma():
-            raise ConfigError("transfer_protocol", "rdma", "tcp on this machine: /sys/class/infiniband has no device")
-        if self.disagg_pd_port:
-            check_port_free("disagg_pd_port", self.disagg_pd_host, self.disagg_pd_port)
 
     # ------------------------------------------------------------------------------------------- sources
 

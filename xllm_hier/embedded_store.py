@@ -8,13 +8,11 @@ client writes every object to a folder as well, within about a second, and whoev
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.util
 import logging
 import os
 import random
 import re
-import signal
 import socket
 import subprocess
 import time
@@ -26,6 +24,7 @@ from pathlib import Path
 from .config import EngineConfig
 from .errors import ConfigError, StartupError
 from .machine import take_folder
+from .process import die_with_parent
 
 log = logging.getLogger("xllm.launch")
 
@@ -37,20 +36,6 @@ _CLIENT_TTL_S = 5
 _CATCH_UP_S = 5.0
 _HEARTBEAT_S = 1
 _WRITE_BUFFER_BYTES, _READ_BUFFER_BYTES = 256 << 20, 64 << 20  # of one bucket, and of a call of each worker
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
-_PRCTL = ctypes.CDLL(None).prctl  # looked up here: between fork and exec nothing may allocate
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel to kill this process when the thread that started it ends; in the child, before it execs."""
-    _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        os._exit(1)
-
-
-def set_process_name(name: str) -> None:
-    """What `ps` and `top` show of this process (the kernel keeps 15 characters)."""
-    _PRCTL(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def free_ports(count: int) -> list[int]:

@@ -24,8 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from .config import EngineConfig
-from .embedded_store import Disk, EmbeddedStore, die_with_parent, set_process_name
+from .embedded_store import Disk, EmbeddedStore
+from .environment import take_store_endpoints
 from .errors import EngineDeadError, StartupError, XllmError
+from .process import configure_logging, die_with_parent, set_process_name
 from .wire import Deadline
 
 log = logging.getLogger("xllm.launch")
@@ -42,13 +44,6 @@ _WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "2000", "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 # torch.multiprocessing.get_context is this very function; taking it from here saves the launcher importing torch.
 _SPAWN = multiprocessing.get_context("spawn")
-
-
-def configure_logging(level: str, name: str) -> None:
-    """One line per event on stderr, with the process it comes from."""
-    logging.basicConfig(
-        level=level.upper(), format=f"%(asctime)s {name} %(levelname)s %(message)s", datefmt="%H:%M:%S", force=True
-    )
 
 
 # ------------------------------------------------------------------------------------------ in the children
@@ -192,7 +187,7 @@ class Instance:
             ConfigError: a child found that a setting cannot be used.
         """
         _sweep_run_dirs()
-        self._endpoints = self.config.take_store_endpoints()
+        self._endpoints = take_store_endpoints(self.config)
         self._run_dir = Path(tempfile.mkdtemp(prefix=f"{_RUN_DIR_PREFIX}{os.getpid()}-"))
         try:
             self._start_processes()

@@ -208,7 +208,7 @@ class TransferKvBlocks:
     put: bool = True
 
 
-HOLE = -1
+HOLE = -1  # the place of a block in an int32 table that is not there
 
 
 @dataclass(frozen=True)
@@ -225,56 +225,43 @@ class StateMoves:
 
 
 @dataclass(frozen=True)
-class PrefillSequence:
-    """Prompt tokens `start .. start + len(token_ids)` of one sequence, computed by the prefill path.
+class SequenceRows:
+    """The tokens of one sequence at positions `start .. start + len(token_ids)`, which a step computes.
 
-    `block_table[i]` is the device block of positions i*block_size...; it covers at least start + len(token_ids) tokens.
-    `window_table` is the same for SWA blocks, HOLE where the block has slid out of the window, None when the model has
-    none; `states` are the moves of LINEAR blocks.
-    KV is written only for positions >= `write_from`: a full hit computes its last token again without touching the
-    shared block. `sampling` None: nothing is sampled (the chunk is not the prompt's last). `draw` is the index of the
-    draw (number of tokens generated before). `prompt_logprobs`: as in AddRequest, for the tokens that follow each
-    position of this chunk; `next_token` is the known token after the chunk, -1 where there is none.
+    Rows of `Forward.prefill` take the prefill path, those of `Forward.decode` the decode path: one query row each over
+    its own context. A decode path of several rows is a replay after preemption, or verifies drafts (the KV of all rows
+    is written before any row attends).
 
-    For a draft model with caches of its own: it lacks the positions from `draft_from` on (-1: it is left alone),
-    computes them up to and with the token after this chunk, which `block_table` then covers too (a generated one by the
-    decode path: `next_generated`), and drafts up to `num_proposals` tokens if one is sampled.
+    ==================  ============================================================================================
+    block_table         device blocks of positions i * block_size ..., as many as the rows need
+    window_table        the same for SWA blocks, HOLE where a block has slid out; None: the model has no such blocks
+    states              moves of LINEAR blocks; None: the model has none
+    write_from          KV is written from this position on: a full hit computes its last token again without touching
+                        the shared block
+    sampling            None: nothing is sampled. Else one token is drawn from the last row that is no draft, and one
+                        from each draft; a draft is accepted when the token drawn before it is the draft
+    draw                number of the first draw, which is the number of tokens generated before; draft j has draw + j
+    num_drafts          so many of the last tokens are drafts (decode path only)
+    prompt_logprobs     as in AddRequest, for the tokens that follow each of these positions (prefill path only)
+    next_token          the known token behind these; None: it is not known yet
+    next_generated      that token is a generated one, which a draft model computes by the decode path
+    draft_from          first position without KV of the draft model; None: no draft model follows this sequence.
+                        It computes up to and with the token behind these rows, which `block_table` then covers too
+    num_proposals       drafts wanted from the draft model behind a sampled token, at most
+    ==================  ============================================================================================
     """
 
     start: int
     token_ids: Ints
     block_table: Ints
-    write_from: int
-    sampling: SamplingSpec | None = None
-    draw: int = 0
-    prompt_logprobs: int | None = None
-    next_token: int = -1
-    draft_from: int = -1
-    num_proposals: int = 0
-    next_generated: bool = False
-    window_table: Ints | None = None
-    states: StateMoves | None = None
-
-
-@dataclass(frozen=True)
-class DecodeSequence:
-    """Generated tokens at positions `start ...`, computed by the decode path: one query row each over its own context.
-
-    More than one row: replay after preemption, or drafts (all rows' KV is written before any attends). Logits are
-    sampled only if `sampling` is given, from the last row that is no draft and from each draft: draw `draw + j` from
-    the j-th of them. A draft is accepted when the token drawn before it is the draft. The other fields are as in
-    PrefillSequence.
-    """
-
-    start: int
-    token_ids: Ints
-    block_table: Ints
+    write_from: int = 0
     sampling: SamplingSpec | None = None
     draw: int = 0
     num_drafts: int = 0
-    write_from: int = 0
-    next_token: int = -1
-    draft_from: int = -1
+    prompt_logprobs: int | None = None
+    next_token: int | None = None
+    next_generated: bool = False
+    draft_from: int | None = None
     num_proposals: int = 0
     window_table: Ints | None = None
     states: StateMoves | None = None
@@ -310,8 +297,8 @@ class Forward:
 
     step_id: int
     batch_ids: list[int]
-    prefill: list[PrefillSequence]
-    decode: list[DecodeSequence]
+    prefill: list[SequenceRows]
+    decode: list[SequenceRows]
     pushes: list[PushBlocks] = field(default_factory=list)
 
 

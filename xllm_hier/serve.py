@@ -7,8 +7,9 @@ import sys
 from collections.abc import Sequence
 
 from .config import EngineConfig
-from .errors import ConfigError, XllmError
-from .launch import Instance, configure_logging, run_until_stopped
+from .environment import check_environment
+from .launch import Instance, run_until_stopped
+from .process import configure_logging, exit_code
 
 
 def _configuration(argv: Sequence[str]) -> EngineConfig:
@@ -17,7 +18,7 @@ def _configuration(argv: Sequence[str]) -> EngineConfig:
         from .models.demo import demo_model_folder
 
         config = dataclasses.replace(config, model=str(demo_model_folder()))
-    config.check_environment()
+    check_environment(config)
     return config
 
 
@@ -36,16 +37,13 @@ def _announce(instance: Instance) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0 after an ordered stop, 1 when a process died or did not come up, 2 for a setting that cannot be."""
-    try:
+
+    def body() -> int:
         config = _configuration(sys.argv[1:] if argv is None else argv)
         configure_logging(config.log_level, "launch")
         return run_until_stopped(Instance(config), _announce)
-    except ConfigError as error:
-        print(f"xllm_hier: {error}", file=sys.stderr)
-        return 2
-    except XllmError as error:
-        print(f"xllm_hier: {error}", file=sys.stderr)
-        return 1
+
+    return exit_code("xllm_hier", body)
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ class Computation:
         `drawn` None: the step fails, and what the draft writes is worth nothing.
         """
         size, contents = self._contents.block_size, self._contents
-        if row.draft_from < 0:
+        if row.draft_from is None:
             assert not row.num_proposals, "drafts are wanted from a model that is left alone"
             return []
         assert self.draft_domain is not None, "there is no draft model"
@@ -103,7 +103,8 @@ class Computation:
         assert row.draft_from in (row.start, row.start + 1), f"the draft lacks {row.draft_from}, not {row.start}"
         if contents.draft == HEAD and first == row.start and not spoilt:
             self._check_hidden(row)
-        following = drawn.tokens if drawn is not None and drawn.tokens else [row.next_token] * (row.next_token >= 0)
+        next_known = [] if row.next_token is None else [row.next_token]
+        following = drawn.tokens if drawn is not None and drawn.tokens else next_known
         known = [*row.given, *following]
         texts = values[: len(known) - bool(following)]  # what the target holds, or will, of the same positions
         if following:

@@ -644,7 +644,9 @@ class Rank:
             values = self._model.compute(row, spoilt=spoilt[number])
             if row.prompt_logprobs is not None:
                 following = [*row.tokens[1:], row.next_token]
-                prompt_logprobs.append([TokenLogprob(token, 0.0, 1, [], []) for token in following if token >= 0])
+                prompt_logprobs.append(
+                    [TokenLogprob(token, 0.0, 1, [], []) for token in following if token is not None]
+                )
             drafts = self._model.draft(row, values, drawn[number] if drawn else None, spoilt=spoilt[number])
             if row.sampling is not None and drawn:
                 tokens += drawn[number].tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from xllm_hier.hashing import HASH_BYTES
-from xllm_hier.plans import DecodeSequence, Forward, PrefillSequence, SamplingSpec, StateMoves
+from xllm_hier.plans import Forward, SamplingSpec, StateMoves
 
 from .contents import POISON, next_token
 
@@ -27,9 +27,9 @@ class Row(NamedTuple):
     write_from: int
     sampling: SamplingSpec | None
     prompt_logprobs: int | None
-    next_token: int
+    next_token: int | None
     num_drafts: int
-    draft_from: int
+    draft_from: int | None
     num_proposals: int
     window: list[int]
     moves: Moves | None
@@ -48,26 +48,26 @@ class Row(NamedTuple):
 
 
 def rows_of(plan: Forward, decode_path: str) -> list[Row]:
-    sequences: list[PrefillSequence | DecodeSequence] = [*plan.prefill, *plan.decode]
+    count = len(plan.prefill)
     return [
         Row(
             row.start,
             row.token_ids.tolist(),
             row.block_table.tolist(),
-            "P" if isinstance(row, PrefillSequence) else decode_path,
+            "P" if place < count else decode_path,
             row.write_from,
             row.sampling,
-            row.prompt_logprobs if isinstance(row, PrefillSequence) else None,
+            row.prompt_logprobs,
             row.next_token,
-            row.num_drafts if isinstance(row, DecodeSequence) else 0,
+            row.num_drafts,
             row.draft_from,
             row.num_proposals,
             row.window_table.tolist() if row.window_table is not None else [],
             _moves(row.states),
-            isinstance(row, PrefillSequence),
-            isinstance(row, PrefillSequence) and row.next_generated,
+            place < count,
+            place < count and row.next_generated,
         )
-        for row in sequences
+        for place, row in enumerate([*plan.prefill, *plan.decode])
     ]
 
 

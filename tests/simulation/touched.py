@@ -60,10 +60,10 @@ def first_drafted(contents: Contents) -> int:
 
 def drafted(row: Row, contents: Contents) -> tuple[int, int]:
     """From where to where the draft may write, if all drafts of the row are accepted; it reads what lies before."""
-    if row.draft_from < 0:
+    if row.draft_from is None:
         return 0, 0
     first = max(row.draft_from, first_drafted(contents))
-    known = row.next_token >= 0 if row.sampling is None else max(1, row.num_proposals)
+    known = row.next_token is not None if row.sampling is None else max(1, row.num_proposals)
     return first, min(row.end + known, len(row.table) * contents.block_size)
 
 

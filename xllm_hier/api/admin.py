@@ -14,14 +14,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..openai.refusals import Refusal
-from .handlers import service_of
+from .handlers import handlers_of
 
 _CALL_S = 60.0
 
 
 def require_admin(request: Request) -> None:
     """Let the operator pass. Raises RequestError: 401 without the right token, 403 from another machine."""
-    token = service_of(request).config.admin_token
+    token = handlers_of(request).config.admin_token
     if token:
         given = request.headers.get("authorization", "").encode()
         if not hmac.compare_digest(given, f"Bearer {token}".encode()):
@@ -52,13 +52,13 @@ class ClearRequest(BaseModel):
 @router.post("/clear")
 async def clear(body: ClearRequest, request: Request) -> dict[str, Any]:
     """Empty tiers of the cache; blocks in use stay."""
-    return await service_of(request).client.call("clear_cache", _CALL_S, tiers=list(dict.fromkeys(body.tiers)))
+    return await handlers_of(request).client.call("clear_cache", _CALL_S, tiers=list(dict.fromkeys(body.tiers)))
 
 
 @router.get("/stats")
 async def stats(request: Request) -> dict[str, Any]:
     """The engine's figures, fresh."""
-    values: dict[str, Any] = _json_safe(await service_of(request).client.call("stats", _CALL_S))
+    values: dict[str, Any] = _json_safe(await handlers_of(request).client.call("stats", _CALL_S))
     return values
 
 
@@ -74,37 +74,37 @@ class StoreAddress(BaseModel):
 @router.get("/store")
 async def store(request: Request) -> dict[str, Any]:
     """The store's state and addresses."""
-    service = service_of(request)
-    found = await service.client.call("stats", _CALL_S)
-    return _described(service.store_config, str(found.get("store_state", "detached")))
+    handlers = handlers_of(request)
+    found = await handlers.client.call("stats", _CALL_S)
+    return _described(handlers.store_config, str(found.get("store_state", "detached")))
 
 
 @router.put("/store")
 async def attach(body: StoreAddress, request: Request) -> dict[str, Any]:
     """Use a store from now on, under load too; one that is not there yet is attached when it comes (state `open`)."""
-    service = service_of(request)
+    handlers = handlers_of(request)
     given = {name: value for name, value in body.model_dump().items() if value is not None}
     if "store_master_server_address" in given:  # another store has other clients
         given.setdefault("store_client_address", "")
     try:
-        config = dataclasses.replace(service.store_config, enable_kvcache_store=True, **given)
+        config = dataclasses.replace(handlers.store_config, enable_kvcache_store=True, **given)
     except ConfigError as error:
         raise Refusal(str(error), param=error.name) from None
     if not config.store_master_server_address:
         raise Refusal("say where the store is", param="store_master_server_address")
-    answer = await service.client.call("attach_store", _CALL_S, **given)
-    service.store_config = config
-    if service.registration is not None:
-        service.registration.renew(config)
+    answer = await handlers.client.call("attach_store", _CALL_S, **given)
+    handlers.store_config = config
+    if handlers.registration is not None:
+        handlers.registration.renew(config)
     return {**_described(config, answer["state"]), **answer}
 
 
 @router.delete("/store")
 async def detach(request: Request) -> dict[str, Any]:
     """Ask the store for nothing more; device and host tier go on."""
-    service = service_of(request)
-    answer = await service.client.call("detach_store", _CALL_S)
-    return {**_described(service.store_config, answer["state"]), **answer}
+    handlers = handlers_of(request)
+    answer = await handlers.client.call("detach_store", _CALL_S)
+    return {**_described(handlers.store_config, answer["state"]), **answer}
 
 
 def _described(config: EngineConfig, state: str) -> dict[str, Any]:

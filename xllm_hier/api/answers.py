@@ -1,71 +1,48 @@
-"""Choices as JSON: what has come since the last look is a chunk of a stream, or the whole answer."""
+"""Choices as JSON: the events since the last look become a chunk of a stream, or the whole answer."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ..openai.output import TokenEvent
 from ..openai.protocol import ChatRequest, CompletionRequest
 from ..openai.tokenizer import Tokenizer
+from ..plans import TokenLogprob
 from .generation import Choice, Generation
 from .logprobs import CompletionLogprobs, aligned, chat_logprob, prompt_logprobs
 
 
-class ChoiceView(Protocol):
-    """Collects the events of one choice and gives them away as JSON."""
+class ChoiceView:
+    """Collects the events of one choice and gives them away as JSON; an endpoint adds its own fields."""
 
-    def opening(self) -> dict[str, Any] | None:
-        """The chunk that comes before the first token of a stream."""
-
-    def add(self, event: TokenEvent) -> None:
-        """Collect one event."""
-
-    def take(self, *, stream: bool) -> dict[str, Any]:
-        """What was added since the last `take`."""
-
-
-class CompletionView:
-    """A choice of /v1/completions."""
-
-    def __init__(self, body: CompletionRequest, choice: Choice, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, body: CompletionRequest | ChatRequest, choice: Choice, tokenizer: Tokenizer | None) -> None:
         self._body = body
         self._choice = choice
         self._tokenizer = tokenizer
-        self._fresh = True
+        self._fresh = True  # nothing was taken yet
         self._text: list[str] = []
         self._ids: list[int] = []
-        self._base = 0
-        self._logprobs = None if body.logprobs is None else CompletionLogprobs(tokenizer, body.logprobs)
         self._end: TokenEvent | None = None
 
     def opening(self) -> dict[str, Any] | None:
+        """The chunk that comes before the first token of a stream; None for an endpoint without one."""
         return None
 
     def add(self, event: TokenEvent) -> None:
-        if self._fresh and not self._text and self._body.echo:
-            self._echo()
+        """Collect one event."""
         self._text.append(event.text)
         if event.token_id is not None:
             self._ids.append(event.token_id)
-            if self._logprobs is not None:
-                self._logprobs.add(event.token_id, event.logprob, self._base + event.offset)
+            self._add_logprob(event.token_id, event)
         if event.finish_reason is not None:
             self._end = event
 
-    def _echo(self) -> None:
-        prompt = self._choice.prompt
-        self._text.append(prompt.text or "")
-        self._base = len(prompt.text or "")
-        if self._logprobs is not None:
-            known = aligned(self._choice.decoder.prompt_logprobs, len(prompt.token_ids))
-            self._logprobs.add_prompt(prompt.token_ids, known)
-
     def take(self, *, stream: bool) -> dict[str, Any]:
+        """The events that were added since the last `take`, as a chunk of a stream or as the whole answer."""
         taken: dict[str, Any] = {
             "index": self._choice.index,
-            "text": "".join(self._text),
-            "logprobs": self._logprobs.take() if self._logprobs is not None else None,
+            **self._content("".join(self._text), stream=stream),
             "finish_reason": self._end.finish_reason if self._end else None,
             "stop_reason": self._end.stop_reason if self._end else None,
         }
@@ -74,61 +51,76 @@ class CompletionView:
             if self._fresh:
                 taken["prompt_token_ids"] = self._choice.prompt.token_ids
         if self._body.prompt_logprobs is not None:
-            taken["prompt_logprobs"] = _prompt_logprobs(self._choice, self._tokenizer)
+            taken["prompt_logprobs"] = prompt_logprobs(
+                self._tokenizer, self._choice.prompt.token_ids, self._prompt_logprobs()
+            )
         self._fresh, self._text, self._ids = False, [], []
         return taken
 
+    def _prompt_logprobs(self) -> list[TokenLogprob | None]:
+        return aligned(self._choice.decoder.prompt_logprobs, len(self._choice.prompt.token_ids))
 
-class ChatView:
+    def _add_logprob(self, token_id: int, event: TokenEvent) -> None:
+        raise NotImplementedError
+
+    def _content(self, text: str, *, stream: bool) -> dict[str, Any]:
+        """The fields for `text` and for the log probabilities since the last call."""
+        raise NotImplementedError
+
+
+class CompletionView(ChoiceView):
+    """A choice of /v1/completions."""
+
+    def __init__(self, body: CompletionRequest, choice: Choice, tokenizer: Tokenizer | None) -> None:
+        super().__init__(body, choice, tokenizer)
+        self._echo = body.echo  # the prompt is still to be shown before the first token
+        self._base = 0
+        self._logprobs = None if body.logprobs is None else CompletionLogprobs(tokenizer, body.logprobs)
+
+    def add(self, event: TokenEvent) -> None:
+        if self._echo:
+            self._echo = False
+            self._add_prompt()
+        super().add(event)
+
+    def _add_prompt(self) -> None:
+        prompt = self._choice.prompt
+        self._text.append(prompt.text or "")
+        self._base = len(prompt.text or "")
+        if self._logprobs is not None:
+            self._logprobs.add_prompt(prompt.token_ids, self._prompt_logprobs())
+
+    def _add_logprob(self, token_id: int, event: TokenEvent) -> None:
+        if self._logprobs is not None:
+            self._logprobs.add(token_id, event.logprob, self._base + event.offset)
+
+    def _content(self, text: str, *, stream: bool) -> dict[str, Any]:
+        return {"text": text, "logprobs": self._logprobs.take() if self._logprobs is not None else None}
+
+
+class ChatView(ChoiceView):
     """A choice of /v1/chat/completions."""
 
     def __init__(self, body: ChatRequest, choice: Choice, tokenizer: Tokenizer | None) -> None:
-        self._body = body
-        self._choice = choice
-        self._tokenizer = tokenizer
-        self._fresh = True
-        self._text: list[str] = []
-        self._ids: list[int] = []
+        super().__init__(body, choice, tokenizer)
+        self._num_top = body.top_logprobs or 0 if body.logprobs else None
         self._logprobs: list[dict[str, Any]] = []
-        self._end: TokenEvent | None = None
 
     def opening(self) -> dict[str, Any] | None:
         delta = {"role": "assistant", "content": ""}
         return {"index": self._choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def add(self, event: TokenEvent) -> None:
-        self._text.append(event.text)
-        if event.token_id is not None:
-            self._ids.append(event.token_id)
-            if self._body.logprobs and event.logprob is not None:
-                top = self._body.top_logprobs or 0
-                self._logprobs.append(chat_logprob(self._tokenizer, event.token_id, event.logprob, top))
-        if event.finish_reason is not None:
-            self._end = event
+    def _add_logprob(self, token_id: int, event: TokenEvent) -> None:
+        if self._num_top is not None and event.logprob is not None:
+            self._logprobs.append(chat_logprob(self._tokenizer, token_id, event.logprob, self._num_top))
 
-    def take(self, *, stream: bool) -> dict[str, Any]:
-        text = "".join(self._text)
+    def _content(self, text: str, *, stream: bool) -> dict[str, Any]:
         message = {"content": text} if stream else {"role": "assistant", "content": text, "refusal": None}
-        taken: dict[str, Any] = {
-            "index": self._choice.index,
+        logprobs, self._logprobs = self._logprobs, []
+        return {
             "delta" if stream else "message": message,
-            "logprobs": {"content": self._logprobs, "refusal": None} if self._body.logprobs else None,
-            "finish_reason": self._end.finish_reason if self._end else None,
-            "stop_reason": self._end.stop_reason if self._end else None,
+            "logprobs": {"content": logprobs, "refusal": None} if self._num_top is not None else None,
         }
-        if self._body.return_token_ids:
-            taken["token_ids"] = self._ids
-            if self._fresh:
-                taken["prompt_token_ids"] = self._choice.prompt.token_ids
-        if self._body.prompt_logprobs is not None:
-            taken["prompt_logprobs"] = _prompt_logprobs(self._choice, self._tokenizer)
-        self._fresh, self._text, self._ids, self._logprobs = False, [], [], []
-        return taken
-
-
-def _prompt_logprobs(choice: Choice, tokenizer: Tokenizer | None) -> list[dict[str, Any] | None]:
-    ids = choice.prompt.token_ids
-    return prompt_logprobs(tokenizer, ids, aligned(choice.decoder.prompt_logprobs, len(ids)))
 
 
 async def whole_answer(generation: Generation, views: Sequence[ChoiceView], head: dict[str, Any]) -> dict[str, Any]:

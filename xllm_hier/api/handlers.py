@@ -1,4 +1,4 @@
-"""What all routes share, and the way of a request from its body to its answer."""
+"""The way of an OpenAI request from its body to its answer, and the state that all routes share."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from fastapi.responses import JSONResponse
 from ..config import EngineConfig
 from ..engine_client import EngineClient
 from ..errors import RequestError
+from ..openai.chat_prompt import encode_chat
 from ..openai.output import ChoiceDecoder
 from ..openai.protocol import ChatRequest, CompletionRequest
 from ..openai.refusals import Refusal
 from ..openai.sampling import SamplingParams, ServedModel, build_requests, check_token_ids
-from ..openai.streaming import EventStream, until_disconnected
+from ..openai.streaming import ServerSentEvents, until_disconnected
 from ..openai.tokenizer import Tokenizer
 from .answers import ChatView, ChoiceView, CompletionView, stream_chunks, whole_answer
 from .generation import Admission, Choice, Generation, Prompt
@@ -26,14 +27,14 @@ from .metrics import ApiMetrics, EngineStats
 from .registration import Registration
 
 
-def service_of(request: Request) -> Service:
-    """The service of the application that got `request`."""
-    found: Service = request.app.state.service
+def handlers_of(request: Request) -> RequestHandlers:
+    """The handlers of the application that got `request`."""
+    found: RequestHandlers = request.app.state.handlers
     return found
 
 
-class Service:
-    """The state of one API process; owns nothing that needs closing."""
+class RequestHandlers:
+    """Answers the OpenAI requests of one API process and keeps the state of its routes; nothing here needs closing."""
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
         self.client = client
@@ -70,7 +71,7 @@ class Service:
         if self.tokenizer is None:
             raise RequestError("this model has no tokenizer; send token ids to /v1/completions", param="messages")
         given = _given_prompts(body, 1)
-        prompt = Prompt(None, given[0]) if given else await encode_chat(self.tokenizer, body)
+        prompt = Prompt(None, given[0]) if given else Prompt(*await encode_chat(self.tokenizer, body))
         request_id = body.routing.service_request_id or f"chatcmpl-{secrets.token_hex(12)}"
         choices = self._choices(self.chat_model, [prompt], params, request_id, body)
         views = [ChatView(body, choice, self.tokenizer) for choice in choices]
@@ -158,18 +159,6 @@ def _given_prompts(body: CompletionRequest | ChatRequest, count: int) -> list[li
     return given
 
 
-async def encode_chat(tokenizer: Tokenizer, body: ChatRequest) -> Prompt:
-    """The prompt that the model's template makes of a chat. Raises RequestError."""
-    text, token_ids = await asyncio.to_thread(
-        tokenizer.encode_chat,
-        [message.for_template() for message in body.messages],
-        add_generation_prompt=body.generation_prompt,
-        continue_final_message=body.continue_final_message,
-        template_kwargs=body.chat_template_kwargs,
-    )
-    return Prompt(text, token_ids)
-
-
 async def _answer(
     body: CompletionRequest | ChatRequest,
     request: Request,
@@ -178,5 +167,5 @@ async def _answer(
     head: dict[str, Any],
 ) -> Response:
     if body.stream:
-        return EventStream(stream_chunks(generation, views, head, include_usage=body.include_usage))
+        return ServerSentEvents(stream_chunks(generation, views, head, include_usage=body.include_usage))
     return JSONResponse(await until_disconnected(request.receive, whole_answer(generation, views, head)))

@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 from ..config import EngineConfig
 from ..engine_client import EngineClient
-from ..errors import EngineDeadError, RequestError, StartupError
-from ..openai.listening import CLOSE_S, HttpServer, http_server, listen, stop_signals
+from ..errors import EngineDeadError, RequestError
+from ..openai.listening import CLOSE_S, HttpServer, any_of, http_server, listen, serving, stop_signals
 from ..openai.tokenizer import load_tokenizer
 from ..wire import Deadline
 from .app import create_app
-from .handlers import Service
+from .handlers import RequestHandlers
 from .registration import Registration
 
 _log = logging.getLogger(__name__)
@@ -39,50 +39,47 @@ async def serve_api(
             server = http_server(app, log_level=config.log_level, log_requests=config.log_requests)
             stop = stop or asyncio.Event()
             with stop_signals(stop):
-                service: Service = app.state.service
+                handlers: RequestHandlers = app.state.handlers
                 if config.etcd_addr:
-                    service.registration = Registration(client, config, listener.getsockname()[1])
-                return await _run(server, service, listener, stop, on_ready)
+                    handlers.registration = Registration(client, config, listener.getsockname()[1])
+                return await _run(server, handlers, listener, stop, on_ready)
 
 
 async def _run(
-    server: HttpServer, service: Service, listener: socket.socket, stop: asyncio.Event, on_ready: Callable[[int], None]
+    server: HttpServer,
+    handlers: RequestHandlers,
+    listener: socket.socket,
+    stop: asyncio.Event,
+    on_ready: Callable[[int], None],
 ) -> int:
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    waits = [asyncio.create_task(item.wait()) for item in (server.listening, stop, service.client.dead)]
-    listening, stopping, dying = waits
-    try:
-        await asyncio.wait({listening, serving}, return_when=asyncio.FIRST_COMPLETED)
-        if not server.listening.is_set():
-            raise StartupError("the HTTP server ended while it came up")
-        on_ready(listener.getsockname()[1])
-        if service.registration is not None:
-            service.registration.start()
-        await asyncio.wait({stopping, dying, serving}, return_when=asyncio.FIRST_COMPLETED)
-        if service.client.dead.is_set():
-            return 1
-        await _drain(service, dying)
-        return 0
-    finally:
-        server.should_exit = True
-        for wait in waits:
-            wait.cancel()
-        if service.registration is not None:
-            await service.registration.stop()
-        await asyncio.gather(serving, *waits, return_exceptions=True)
+    registration, dead = handlers.registration, handlers.client.dead
+    async with serving(server, [listener]) as task:
+        try:
+            on_ready(listener.getsockname()[1])
+            if registration is not None:
+                registration.start()
+            await any_of(task, stop, dead)
+            if dead.is_set():
+                return 1
+            await _drain(handlers)
+            return 0
+        finally:
+            server.should_exit = True
+            if registration is not None:
+                await registration.stop()
 
 
-async def _drain(service: Service, dying: asyncio.Task[object]) -> None:
+async def _drain(handlers: RequestHandlers) -> None:
     """Refuse new requests and let the open ones end, within the time the settings give them."""
-    service.admission.draining = True  # first: who asks from now on is told, and asks another one
-    if service.registration is not None:
-        await service.registration.stop()
-    limit_s = service.config.drain_timeout_s
-    _log.info("draining: %d open requests, at most %g s", service.admission.num_open, limit_s)
+    handlers.admission.draining = True  # first: a client that asks from now on is refused, and asks another instance
+    if handlers.registration is not None:
+        await handlers.registration.stop()
+    limit_s = handlers.config.drain_timeout_s
+    _log.info("draining: %d open requests, at most %g s", handlers.admission.num_open, limit_s)
     try:
-        await service.client.call("drain", limit_s)
+        await handlers.client.call("drain", limit_s)
     except (TimeoutError, RequestError, EngineDeadError) as error:
         _log.warning("the engine did not drain: %s", error or f"no answer in {limit_s:g} s")
     end = Deadline(CLOSE_S)
-    while service.admission.num_open and not dying.done() and not end.passed():
+    while handlers.admission.num_open and not handlers.client.dead.is_set() and not end.passed():
         await asyncio.sleep(0.01)

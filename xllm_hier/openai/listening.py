@@ -1,4 +1,4 @@
-"""An HTTP server for a process that has its own ideas of when to start and to stop."""
+"""An HTTP server inside a process that decides by itself when to start and to stop it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 import uvicorn
 
-from ..errors import ConfigError
+from ..errors import ConfigError, StartupError
 
 CLOSE_S = 1  # for answers already written to reach their clients
 
@@ -59,6 +59,35 @@ def http_server(app: object, *, log_level: str, log_requests: bool = False) -> H
             timeout_keep_alive=30,
         )
     )
+
+
+@contextlib.asynccontextmanager
+async def serving(server: HttpServer, sockets: Sequence[socket.socket]) -> AsyncIterator[asyncio.Task[None]]:
+    """Serve on `sockets` inside the block, which begins when the server listens; the block gets the serving task.
+
+    Raises:
+        StartupError: the server ended while it came up.
+    """
+    task = asyncio.create_task(server.serve(sockets=list(sockets)))
+    try:
+        await any_of(task, server.listening)
+        if not server.listening.is_set():
+            raise StartupError("the HTTP server ended while it came up")
+        yield task
+    finally:
+        server.should_exit = True
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def any_of(task: asyncio.Task[None], *events: asyncio.Event) -> None:
+    """Wait until one of `events` is set or `task` has ended."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait([task, *waits], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for each in waits:
+            each.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
 
 
 @contextlib.contextmanager

@@ -46,7 +46,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class EventStream(Response):
+class ServerSentEvents(Response):
     """Sends `chunks` as server-sent events, closed by `[DONE]`.
 
     The status line waits for the first chunk, so that an error before it is an ordinary HTTP error; a later one is

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from ..embedded_store import set_process_name
-from ..errors import ConfigError, StartupError, XllmError
-from ..launch import configure_logging
-from ..openai.listening import http_server, listen, stop_signals
+from ..errors import ConfigError
+from ..machine import check_port_free
+from ..openai.listening import any_of, http_server, listen, serving, stop_signals
 from ..openai.tokenizer import Tokenizer, load_tokenizer
+from ..process import configure_logging, exit_code, set_process_name
 from .app import Front, create_app, wait_idle
 from .cluster import Cluster
 from .config import ServiceConfig
@@ -39,23 +39,13 @@ async def serve(config: ServiceConfig) -> int:
             app = create_app(cluster, tokenizer)
             front: Front = app.state.front
             server = http_server(app, log_level=config.log_level, log_requests=config.log_requests)
-            serving = asyncio.create_task(server.serve(sockets=[clients, rpc]))
-            stopping = asyncio.create_task(stop.wait())
-            try:
-                listening = asyncio.create_task(server.listening.wait())
-                await asyncio.wait({listening, serving}, return_when=asyncio.FIRST_COMPLETED)
-                if not server.listening.is_set():
-                    raise StartupError("the HTTP server ended while it came up")
+            async with serving(server, [clients, rpc]) as task:
                 print(f"xllm_hier service listens at http://{config.host}:{port}, rpc port {rpc_port}", flush=True)
-                await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
+                await any_of(task, stop)
                 front.draining = True
                 await cluster.leave()
                 await wait_idle(front, config.drain_timeout_s)
-                return 0
-            finally:
-                server.should_exit = True
-                stopping.cancel()
-                await asyncio.gather(serving, stopping, return_exceptions=True)
+            return 0
 
 
 def _tokenizer(config: ServiceConfig) -> Tokenizer | None:
@@ -67,20 +57,25 @@ def _tokenizer(config: ServiceConfig) -> Tokenizer | None:
     return found
 
 
+def _check_environment(config: ServiceConfig) -> None:
+    if config.tokenizer_path and not Path(config.tokenizer_path).is_dir():
+        raise ConfigError("tokenizer_path", config.tokenizer_path, "a folder")
+    for name in ("http_server_port", "rpc_server_port"):
+        if port := getattr(config, name):
+            check_port_free(name, config.host, port)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0 after an ordered stop, 1 when it did not come up, 2 for a setting that cannot be."""
-    try:
+
+    def body() -> int:
         config = ServiceConfig.from_sources(sys.argv[1:] if argv is None else argv)
-        config.check_environment()
+        _check_environment(config)
         configure_logging(config.log_level, "service")
         set_process_name("xllm-service")
         return asyncio.run(serve(config))
-    except ConfigError as error:
-        print(f"xllm_hier.service: {error}", file=sys.stderr)
-        return 2
-    except XllmError as error:
-        print(f"xllm_hier.service: {error}", file=sys.stderr)
-        return 1
+
+    return exit_code("xllm_hier.service", body)
 
 
 if __name__ == "__main__":

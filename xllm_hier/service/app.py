@@ -15,9 +15,10 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from ..api.app import BodyLimit, add_error_answers
-from ..api.handlers import encode_chat
 from ..openai.auth import ApiKeyGate
+from ..openai.body_limit import BodyLimit
+from ..openai.chat_prompt import encode_chat
+from ..openai.error_answers import add_error_answers
 from ..openai.protocol import ChatRequest, CompletionRequest, describe
 from ..openai.refusals import Refusal
 from ..openai.sampling import check_token_ids
@@ -80,7 +81,10 @@ class Front:
 
     async def chat_prompt(self, body: ChatRequest) -> list[list[int]] | None:
         """Token ids of a chat; None when they cannot be had here."""
-        return None if self.tokenizer is None else [(await encode_chat(self.tokenizer, body)).token_ids]
+        if self.tokenizer is None:
+            return None
+        _, token_ids = await encode_chat(self.tokenizer, body)
+        return [token_ids]
 
     async def relay_request(
         self,

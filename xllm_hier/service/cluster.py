@@ -19,9 +19,9 @@ import zmq.asyncio
 from ..kv_events import EventBatch
 from ..registry import MASTER, Etcd, Membership, instances_of, replica_key
 from .config import ServiceConfig
-from .event_stream import EventStream, rules_of
 from .instances import Instance, Instances
-from .policies import Candidate, Load, Router
+from .kv_event_stream import KvEventStream, rules_of
+from .policies import Candidate, InstanceLoad, Router
 from .prefix_index import PrefixIndex
 from .store_watch import StoreWatch
 
@@ -68,7 +68,7 @@ class Cluster:
             self._contested,
             on_round=self._on_round,
         )
-        self._streams: dict[str, tuple[EventStream, asyncio.Task[None]]] = {}
+        self._streams: dict[str, tuple[KvEventStream, asyncio.Task[None]]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def __aenter__(self) -> Cluster:
@@ -139,7 +139,7 @@ class Cluster:
             return
         self.index.join(info.name, info.incarnation_id, rules, info.store_blocks)
         if info.events and info.replay:
-            stream = EventStream(
+            stream = KvEventStream(
                 self._context,
                 info,
                 self.index,
@@ -198,7 +198,7 @@ class Cluster:
     def _on_batch(self, name: str, batch: EventBatch) -> None:
         instance = self.instances.alive(name, batch.incarnation, _now())
         if instance is not None and batch.load is not None:
-            instance.load = Load.from_dict(batch.load)
+            instance.load = InstanceLoad.from_dict(batch.load)
             self.router.heard(name, batch.incarnation, instance.load)
 
     async def _look_after(self) -> None:
@@ -231,7 +231,9 @@ class Cluster:
     def candidates(self, model: str) -> list[Candidate]:
         """The instances that can be sent requests for `model` now; of any model when it is empty."""
         return [
-            Candidate(one.info.name, one.info.role, one.info.incarnation_id, one.info.block_size, one.load or Load())
+            Candidate(
+                one.info.name, one.info.role, one.info.incarnation_id, one.info.block_size, one.load or InstanceLoad()
+            )
             for one in self.instances.by_name.values()
             if one.schedulable and (not model or one.info.model == model)
         ]

@@ -6,11 +6,10 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import get_type_hints
 
 from ..errors import ConfigError
-from ..machine import check_address, check_port_free, check_secret, etcd_endpoints
+from ..machine import check_address, check_secret, etcd_endpoints
 from ..settings import check_value, read_sources, setting
 
 CLUSTER, ROUTING, SERVER, LIMITS = "cluster", "routing", "server", "time limits"
@@ -109,14 +108,6 @@ class ServiceConfig:
     @property
     def store_masters(self) -> list[str]:
         return [address.strip() for address in self.store_metrics_address.split(",") if address.strip()]
-
-    def check_environment(self) -> None:
-        """Check what depends on the machine. Raises ConfigError."""
-        if self.tokenizer_path and not Path(self.tokenizer_path).is_dir():
-            raise ConfigError("tokenizer_path", self.tokenizer_path, "a folder")
-        for name in ("http_server_port", "rpc_server_port"):
-            if port := getattr(self, name):
-                check_port_free(name, self.host, port)
 
     @classmethod
     def from_sources(cls, argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> ServiceConfig:

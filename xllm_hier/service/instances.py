@@ -23,7 +23,7 @@ from enum import Enum
 
 from ..registry import InstanceInfo
 from .config import ServiceConfig
-from .policies import Load
+from .policies import InstanceLoad
 
 log = logging.getLogger("xllm.service")
 
@@ -52,7 +52,7 @@ class Instance:
     drains: bool = False
     doubted: bool = False
     probe_at: float = 0.0
-    load: Load | None = None
+    load: InstanceLoad | None = None
 
     @property
     def schedulable(self) -> bool:

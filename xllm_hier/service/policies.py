@@ -25,10 +25,10 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..hashing import prompt_hashes, root_hash
-from .burden import Candidate, Load, Rates, rates_of, with_one_more
+from .instance_load import Candidate, InstanceLoad, Rates, rates_of, with_one_more
 from .prefix_index import Match, PrefixIndex, UnderWay
 
-__all__ = ["POLICIES", "Candidate", "Load", "Prompt", "Route", "Router"]
+__all__ = ["POLICIES", "Candidate", "InstanceLoad", "Prompt", "Route", "Router"]
 
 POLICIES = ("RR", "CAR", "SLO_AWARE")
 WORK_WEIGHT = 2.0  # more keeps prefixes together, less spills sooner; measured with bench/routing.py
@@ -322,7 +322,7 @@ class Router:
         ratio = min(max(ratio, 1 / _MOST_CORRECTION), _MOST_CORRECTION)
         self._corrections[key] = _KEEP * self._corrections.get(key, 1.0) + (1 - _KEEP) * ratio
 
-    def heard(self, name: str, incarnation: str, load: Load) -> None:
+    def heard(self, name: str, incarnation: str, load: InstanceLoad) -> None:
         """An instance tells its load. When it has no prompt left to compute, what was sent before the last time it said
         so has been computed, also where no first token shows it, as in answers that come as a whole."""
         book = self._books.get((name, incarnation))

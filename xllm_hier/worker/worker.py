@@ -57,7 +57,7 @@ from .platform import Platform
 from .store.mooncake_client import set_environment
 from .tiers.cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes
 from .tiers.cache_sizes import CacheSizes, strides
-from .tiers.host_load import Load
+from .tiers.host_load import HostLoad
 from .tiers.kv_cache_transfer import HierarchyKVCacheTransfer
 from .transfer_stats import KINDS, PD_KINDS, TransferStats
 
@@ -342,7 +342,7 @@ def _block_bytes(layouts: Iterable[CacheLayout]) -> dict[BlockType, int]:
 class LoadWaiter:
     """What a forward calls before each layer: waits for all its loads to have brought that layer."""
 
-    def __init__(self, loads: list[Load], timeout_s: float) -> None:
+    def __init__(self, loads: list[HostLoad], timeout_s: float) -> None:
         self._loads = loads
         self._timeout_s = timeout_s
         self.waited_s = 0.0

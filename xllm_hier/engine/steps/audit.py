@@ -22,9 +22,9 @@ from ...plans import (
     AddRequest,
     BlocksCompared,
     CompareBlocks,
-    PrefillSequence,
     PromptUsage,
     SamplingSpec,
+    SequenceRows,
     ints,
 )
 from ..blocks.books import HierarchyBlockManagerPool
@@ -102,7 +102,7 @@ class Auditor:
         """The ranks have been asked and not all have answered."""
         return self._audit is not None and bool(self._audit.compare_id)
 
-    def next_tile(self) -> PrefillSequence | None:
+    def next_tile(self) -> SequenceRows | None:
         """What to compute in a step that has nothing else to do."""
         audit = self._audit
         if audit is None or audit.compare_id:
@@ -113,7 +113,7 @@ class Auditor:
         if not self._manager.allocate(again, end):
             self.give_up()
             return None
-        return PrefillSequence(
+        return SequenceRows(
             start,
             ints(again.tokens[start:end]),
             again.block_table(),

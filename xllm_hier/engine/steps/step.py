@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
-from ...plans import DecodeSequence, Forward, ForwardOutput, Ints, PrefillSequence, TokenLogprob, ints
+from ...plans import Forward, ForwardOutput, Ints, SamplingSpec, SequenceRows, TokenLogprob, ints
 from ..blocks.books import HierarchyBlockManagerPool
 from ..blocks.sequence import Sequence
 
@@ -57,62 +56,76 @@ class Step:
     ) -> None:
         """Add the next `count` tokens of a sequence and `drafts` behind them; `num_proposals` drafts are to be made for
         the step after this one."""
-        start, request = sequence.num_computed, sequence.request
-        end = start + count
-        tokens = ints([*sequence.tokens[start:end], *drafts])
-        sampling = request.sampling if end == len(sequence.tokens) else None
-        table, draw, write_from = sequence.block_table(), sequence.num_generated, sequence.write_from
-        next_token = sequence.tokens[end] if end < len(sequence.tokens) else -1
-        more = _fields(manager, sequence, end, next_token, len(drafts)) | {"num_proposals": num_proposals}
-        if not sequence.in_prefill:
-            row = DecodeSequence(start, tokens, table, sampling, draw, len(drafts), write_from, **more)
-            self.plan.decode.append(row)
-            self.decode.append((sequence, count))
-            return
-        wants = request.prompt_logprobs if not sequence.num_generated else None
-        more["next_generated"] = end >= sequence.prompt_length
-        self.plan.prefill.append(PrefillSequence(start, tokens, table, write_from, sampling, draw, wants, **more))
-        self.prefill.append((sequence, count))
+        end, known, request = sequence.num_computed + count, sequence.tokens, sequence.request
+        row = _row(
+            manager,
+            sequence,
+            end,
+            known[end] if end < len(known) else None,
+            drafts,
+            sampling=request.sampling if end == len(known) else None,
+            num_proposals=num_proposals,
+            prompt_logprobs=request.prompt_logprobs if sequence.in_prefill and not sequence.num_generated else None,
+            next_generated=end >= sequence.prompt_length,
+        )
+        rows, members = (self.plan.prefill, self.prefill) if sequence.in_prefill else (self.plan.decode, self.decode)
+        rows.append(row)
+        members.append((sequence, count))
 
     def add_recomputed(self, manager: HierarchyBlockManagerPool, sequence: Sequence, end: int) -> None:
         """Add generated tokens of a finished sequence, up to `end`, to be computed as those of a prompt."""
-        start = sequence.num_computed
-        tokens = ints(sequence.tokens[start:end])
-        more = _fields(manager, sequence, end, sequence.tokens[end] if end < sequence.canonical_end else -1)
-        row = PrefillSequence(start, tokens, sequence.block_table(), sequence.write_from, **more)
-        self.plan.prefill.append(row)
-        self.prefill.append((sequence, end - start))
+        next_token = sequence.tokens[end] if end < sequence.canonical_end else None
+        self.prefill.append((sequence, end - sequence.num_computed))
+        self.plan.prefill.append(_row(manager, sequence, end, next_token, []))
 
     def results(self, output: ForwardOutput) -> Iterator[StepResult]:
         """The outcome of each row, in plan order."""
         drawn = _drawn(output)
         proposals = iter(output.proposals)
         prompt_logprobs = iter(output.prompt_logprobs)
-        rows: list[PrefillSequence | DecodeSequence] = [*self.plan.prefill, *self.plan.decode]
-        for row, (sequence, count) in zip(rows, self.rows, strict=True):
+        for row, (sequence, count) in zip([*self.plan.prefill, *self.plan.decode], self.rows, strict=True):
             sampled = row.sampling is not None
-            wanted = isinstance(row, PrefillSequence) and row.prompt_logprobs is not None
+            wanted = row.prompt_logprobs is not None
             yield StepResult(
                 sequence,
                 count,
-                getattr(row, "num_drafts", 0),
+                row.num_drafts,
                 next(drawn) if sampled else [],
                 next(proposals, None) if sampled else None,
                 next(prompt_logprobs) if wanted else None,
             )
 
 
-def _fields(
-    manager: HierarchyBlockManagerPool, sequence: Sequence, end: int, next_token: int, num_drafts: int = 0
-) -> dict[str, Any]:
-    """The fields of a row beside its tokens and KV blocks: the token after them, where the draft model goes on, and
-    the blocks of other types."""
-    return {
-        "next_token": next_token,
-        "draft_from": sequence.draft_from if manager.settings.drafting.by_model else -1,
-        "window_table": sequence.window_table(),
-        "states": manager.move_states(sequence, end, num_drafts),
-    }
+def _row(
+    manager: HierarchyBlockManagerPool,
+    sequence: Sequence,
+    end: int,
+    next_token: int | None,
+    drafts: list[int],
+    *,
+    sampling: SamplingSpec | None = None,
+    num_proposals: int = 0,
+    prompt_logprobs: int | None = None,
+    next_generated: bool = False,
+) -> SequenceRows:
+    """The plan of a sequence's tokens up to `end` and of `drafts` behind them, with its blocks of all types."""
+    start = sequence.num_computed
+    return SequenceRows(
+        start,
+        ints([*sequence.tokens[start:end], *drafts]),
+        sequence.block_table(),
+        sequence.write_from,
+        sampling,
+        sequence.num_generated,
+        len(drafts),
+        prompt_logprobs,
+        next_token,
+        next_generated,
+        sequence.draft_from if manager.settings.drafting.by_model else None,
+        num_proposals,
+        sequence.window_table(),
+        manager.move_states(sequence, end, len(drafts)),
+    )
 
 
 def _drawn(output: ForwardOutput) -> Iterator[Drawn]:

@@ -28,7 +28,7 @@ from ...models.parallel import TensorParallel
 from ...models.parts import Loader
 from ...models.rope import RopeTable
 from ...models.weights import Checkpoint
-from ...plans import DecodeSequence, Forward, PrefillSequence, TokenLogprob
+from ...plans import Forward, SequenceRows, TokenLogprob
 from ..platform import Platform
 from .attention import PagedAttention, Span
 from .latent_attention import LatentAttention
@@ -169,7 +169,7 @@ class ModelRunner:
                 wait_for_layer(layer)
             return ModelOutput([], [], [])
         rows, spans = self._lay_out(plan)
-        sequences: list[PrefillSequence | DecodeSequence] = [*plan.prefill, *plan.decode]
+        sequences = [*plan.prefill, *plan.decode]
         count = len(plan.prefill)
         self._attention.prepare(spans[:count], spans[count:], len(rows.token_ids))
         if self._states is not None:
@@ -188,10 +188,13 @@ class ModelRunner:
         pairs = zip(sequences, spans, strict=True)
         drawn = [(sequence, span) for sequence, span in pairs if sequence.sampling is not None]
         asked = [
-            (sequence.sampling, sequence.draw + number, place[span.row + span.stop - span.start - 1 - drafts + number])
+            (
+                sequence.sampling,
+                sequence.draw + number,
+                place[span.row + span.stop - span.start - 1 - sequence.num_drafts + number],
+            )
             for sequence, span in drawn
-            for drafts in [_num_drafts(sequence)]
-            for number in range(drafts + 1)
+            for number in range(sequence.num_drafts + 1)
             if sequence.sampling is not None
         ]
         self._drawn = [index for _, _, index in asked]
@@ -262,18 +265,18 @@ class ModelRunner:
         ids, places = (tensor.to(self.device) for tensor in tensors)
         return StepRows(ids, places, num_prefill, indices.to(self.device), (prefill_padding, total - row)), spans
 
-    def _span(self, sequence: PrefillSequence | DecodeSequence, row: int, all_wanted: bool) -> Span:
+    def _span(self, sequence: SequenceRows, row: int, all_wanted: bool) -> Span:
         start, stop = sequence.start, sequence.start + len(sequence.token_ids)
-        num_drawn = _num_drafts(sequence) + 1 if sequence.sampling is not None else 0
+        num_drawn = sequence.num_drafts + 1 if sequence.sampling is not None else 0
         wanted_from = start if all_wanted else stop - num_drawn
         window_table = sequence.window_table if self._window_blocks else None
         return Span(start, stop, row, sequence.block_table, sequence.write_from, wanted_from, window_table)
 
-    def _prompt_logprobs(self, sequence: PrefillSequence, hidden: torch.Tensor) -> list[TokenLogprob]:
+    def _prompt_logprobs(self, sequence: SequenceRows, hidden: torch.Tensor) -> list[TokenLogprob]:
         """Of the tokens after each position of the chunk; the last one's successor may lie in the next chunk."""
-        following = [*sequence.token_ids[1:].tolist(), sequence.next_token]
-        if following[-1] < 0:
-            following.pop()
+        following = sequence.token_ids[1:].tolist()
+        if sequence.next_token is not None:
+            following.append(sequence.next_token)
         result: list[TokenLogprob] = []
         for start in range(0, len(following), _HEAD_ROWS):
             targets = following[start : start + _HEAD_ROWS]
@@ -476,31 +479,27 @@ def _choose_tiles(model: Decoder, fixed_rows: int) -> None:
     model.chunk_rows = max(prefill) * (4 if model.grouped_linears() else 1)
 
 
-def _state_span(sequence: PrefillSequence | DecodeSequence, span: Span) -> StateSpan:
+def _state_span(sequence: SequenceRows, span: Span) -> StateSpan:
     moves = sequence.states
     assert moves is not None, "a sequence of a recurrent model needs its state"
     saved = tuple(zip(moves.positions.tolist(), moves.blocks.tolist(), strict=True))
     return StateSpan(span.row, span.stop - span.start, span.start, moves.source, saved)
 
 
-def _num_drafts(sequence: PrefillSequence | DecodeSequence) -> int:
-    return sequence.num_drafts if isinstance(sequence, DecodeSequence) else 0
-
-
-def _accepted(sequences: list[PrefillSequence | DecodeSequence], drawn: ModelOutput) -> ModelOutput:
+def _accepted(sequences: list[SequenceRows], drawn: ModelOutput) -> ModelOutput:
     """What was drawn, cut behind each sequence's first token that is not the draft at its place.
 
     Every token is drawn from the target's own logits with the draw it would have had without drafts, and the logits of
     a row do not depend on the rows beside it: the tokens are those of a run without drafts, sampled ones too. With a
     draft's distribution all on one token this is rejection sampling (https://arxiv.org/abs/2211.17192), at its rate.
     """
-    if not any(_num_drafts(sequence) for sequence in sequences):
+    if not any(sequence.num_drafts for sequence in sequences):
         return drawn
     token_ids: list[int] = []
     logprobs: list[TokenLogprob | None] = []
     num_tokens, place = [], 0
     for sequence in sequences:
-        drafts = sequence.token_ids[len(sequence.token_ids) - _num_drafts(sequence) :].tolist()
+        drafts = sequence.token_ids[len(sequence.token_ids) - sequence.num_drafts :].tolist()
         found = drawn.token_ids[place : place + len(drafts) + 1]
         count = 1
         while count <= len(drafts) and found[count - 1] == drafts[count - 1]:

@@ -8,11 +8,10 @@ import xxhash
 
 from ...plans import (
     BlockMapping,
-    DecodeSequence,
     Forward,
     Ints,
-    PrefillSequence,
     PushBlocks,
+    SequenceRows,
     TransferBlocks,
     TransferKvBlocks,
 )
@@ -33,10 +32,8 @@ class PlanDigest:
         self._num_plans += 1
         if isinstance(plan, Forward):
             self._numbers(plan.step_id, len(plan.prefill), len(plan.decode), *plan.batch_ids)
-            for prompt in plan.prefill:
-                self._sequence(prompt)
-            for generating in plan.decode:
-                self._sequence(generating)
+            for rows in (*plan.prefill, *plan.decode):
+                self._sequence(rows)
             for push in plan.pushes:
                 self._push(push)
         else:
@@ -54,11 +51,9 @@ class PlanDigest:
             f"{self._digest.hexdigest()}"
         )
 
-    def _sequence(self, sequence: PrefillSequence | DecodeSequence) -> None:
-        num_drafts = sequence.num_drafts if isinstance(sequence, DecodeSequence) else 0
-        self._numbers(sequence.start, sequence.write_from, num_drafts)
-        generated = isinstance(sequence, DecodeSequence) or sequence.next_generated
-        self._numbers(sequence.next_token, generated, sequence.draft_from, sequence.num_proposals)
+    def _sequence(self, sequence: SequenceRows) -> None:
+        self._numbers(sequence.start, sequence.write_from, sequence.num_drafts)
+        self._numbers(sequence.next_token, sequence.next_generated, sequence.draft_from, sequence.num_proposals)
         self._array(sequence.token_ids)
         self._array(sequence.block_table)
         if sequence.window_table is not None:
@@ -82,7 +77,7 @@ class PlanDigest:
         self._array(mapping.host)
         self._digest.update(mapping.hashes)
 
-    def _numbers(self, *numbers: int) -> None:
+    def _numbers(self, *numbers: int | None) -> None:
         self._digest.update(repr(numbers).encode())
 
     def _array(self, values: Ints) -> None:

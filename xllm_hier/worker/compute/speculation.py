@@ -32,7 +32,7 @@ from ...config import EngineConfig
 from ...errors import ConfigError
 from ...models.identity import ModelIdentity
 from ...models.mtp import FIRST_POSITION
-from ...plans import DecodeSequence, Forward, Ints, PrefillSequence, SamplingSpec, ints
+from ...plans import Forward, Ints, SamplingSpec, SequenceRows, ints
 from ...store_key import draft_component
 from .model_runner import ModelOutput, ModelRunner
 
@@ -129,21 +129,21 @@ class DraftModel:
         found = iter(_by_sequence(output))
         works: list[_Work] = []
         sampled: list[_Work | None] = []
-        sequences: list[PrefillSequence | DecodeSequence] = [*plan.prefill, *plan.decode]
-        for index, sequence in enumerate(sequences):
+        for index, sequence in enumerate([*plan.prefill, *plan.decode]):
             self._keep_hidden(index, sequence)
             drawn = next(found) if sequence.sampling is not None else []
-            work = self._work(index, sequence, drawn) if sequence.draft_from >= 0 else None
+            work = self._work(index, sequence, drawn, is_prompt=index < len(plan.prefill))
             if sequence.sampling is not None:
                 sampled.append(work)
             if work is not None:
                 works.append(work)
         return works, sampled
 
-    def _work(self, index: int, sequence: PrefillSequence | DecodeSequence, drawn: list[int]) -> _Work | None:
-        num_drafts = sequence.num_drafts if isinstance(sequence, DecodeSequence) else 0
-        given = sequence.token_ids[: len(sequence.token_ids) - num_drafts].tolist()
-        following = drawn or ([sequence.next_token] if sequence.next_token >= 0 else [])
+    def _work(self, index: int, sequence: SequenceRows, drawn: list[int], *, is_prompt: bool) -> _Work | None:
+        if sequence.draft_from is None:
+            return None
+        given = sequence.token_ids[: len(sequence.token_ids) - sequence.num_drafts].tolist()
+        following = drawn or ([sequence.next_token] if sequence.next_token is not None else [])
         known = [*given, *following]  # from position sequence.start on
         first = max(sequence.draft_from, FIRST_POSITION if self.is_head else 0)
         limit = self.runner.max_model_len
@@ -154,7 +154,7 @@ class DraftModel:
         num_decoded = len(tokens)
         end = first + len(tokens)
         whole = end == sequence.start + len(known)  # else the draft model's longest context ends before
-        if isinstance(sequence, PrefillSequence):
+        if is_prompt:
             num_decoded = int(whole and (bool(drawn) or sequence.next_generated))
         hidden = None
         if self.is_head:
@@ -171,7 +171,7 @@ class DraftModel:
         draw = sequence.draw + len(drawn)
         return _Work(sequence.block_table, first, tokens, num_decoded, hidden, sampling, draw, wanted)
 
-    def _keep_hidden(self, index: int, sequence: PrefillSequence | DecodeSequence) -> None:
+    def _keep_hidden(self, index: int, sequence: SequenceRows) -> None:
         """With each state that the target has saved, its last hidden state, for whoever goes on from there."""
         if not self.is_head or sequence.states is None:
             return
@@ -181,8 +181,8 @@ class DraftModel:
 
     def _take_in(self, works: list[_Work]) -> None:
         """One forward over the tokens that became known; whoever drafts gets the first one from it."""
-        prefill: list[PrefillSequence] = []
-        decode: list[DecodeSequence] = []
+        prefill: list[SequenceRows] = []
+        decode: list[SequenceRows] = []
         given: dict[bool, list[torch.Tensor]] = {True: [], False: []}
         for work in works:
             if self.is_head and work.start == FIRST_POSITION:
@@ -195,9 +195,9 @@ class DraftModel:
                 if work.given is not None:
                     given[prompt].append(work.given[start - work.start :][: len(tokens)])
                 if prompt:
-                    prefill.append(PrefillSequence(start, self._ids(tokens), work.table, start))
+                    prefill.append(SequenceRows(start, self._ids(tokens), work.table, start))
                 else:
-                    decode.append(DecodeSequence(start, self._ids(tokens), work.table, work.sampling, work.draw))
+                    decode.append(SequenceRows(start, self._ids(tokens), work.table, 0, work.sampling, work.draw))
         rows = [*given[True], *given[False]]
         hidden = self._target.normed(torch.cat(rows)) if rows else None
         drawn = self.runner.forward(Forward(0, [], prefill, decode), _no_wait, hidden)
@@ -213,10 +213,11 @@ class DraftModel:
                 return
             works = [works[place] for place in going]
             rows = [
-                DecodeSequence(
+                SequenceRows(
                     work.end + number - 1,
                     self._ids(work.proposals[-1:]),
                     work.table,
+                    0,
                     work.sampling,
                     work.draw + number,
                 )

@@ -19,9 +19,9 @@ from ..platform import Platform
 from ..tiers.cache_domain import BlockCache, CacheDomain
 from ..tiers.layer_copy import layer_groups
 from ..transfer_stats import TransferStats
-from .calls import LEFT, Call, Peer, PeerCalls, Problem
 from .pieces import MovingBlocks, Pieces
 from .push import Push, Pushes
+from .transfer_calls import LEFT, Peer, PeerCalls, Problem, TransferCall
 from .transfer_engine import TransferEngine
 
 log = logging.getLogger("xllm.transfer")
@@ -162,7 +162,7 @@ class _Pull:
         self._peer, self._blocks, self._done = peer, blocks, done
         self._answered = threading.Lock()
 
-    def run(self, call: Call) -> None:
+    def run(self, call: TransferCall) -> None:
         problem = None
         for part in Pieces.joined([blocks.pieces(range(blocks.layers[-1] + 1)) for blocks in self._blocks]).calls():
             problem = call("pull", self._peer, part)

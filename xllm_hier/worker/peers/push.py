@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 from ...block import CacheRole
 from ...plans import PushFailure
-from .calls import LEFT, Call, Peer, Problem
 from .pieces import MovingBlocks, Pieces
+from .transfer_calls import LEFT, Peer, Problem, TransferCall
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Pushes:
 
     # ------------------------------------------------------------------------------- the thread of the calls
 
-    def run(self, call: Call) -> None:
+    def run(self, call: TransferCall) -> None:
         """Write each stage's blocks once it is ready; after a call was left behind, again from the first stage on."""
         nothing = Pieces.joined([])
         if not all(self._write(call, peer, nothing) for peer in self._peers):  # while the first layers are computed
@@ -155,7 +155,7 @@ class Pushes:
         blocks = [(stage, each) for stage in stages for push in pushes for each in push.blocks[stage.role]]
         return Pieces.joined([each.pieces(stage.layers) for stage, each in blocks])
 
-    def _write(self, call: Call, peer: Peer, pieces: Pieces) -> bool:
+    def _write(self, call: TransferCall, peer: Peer, pieces: Pieces) -> bool:
         """Write to a peer, unless moves to it or all have failed before; False: the call was left behind."""
         if self._over is not None or peer in self._problems:
             return True

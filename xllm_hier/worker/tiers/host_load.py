@@ -12,7 +12,7 @@ from ...errors import TransferError
 from .layer_copy import LayerSynchronizer
 
 
-class Load:
+class HostLoad:
     """`copies`, and perhaps their `proof`: its result is what is wrong with the host blocks, None when nothing is."""
 
     def __init__(self, copies: LayerSynchronizer, proof: Future[str | None] | None = None) -> None:

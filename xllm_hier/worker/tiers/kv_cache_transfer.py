@@ -43,7 +43,7 @@ from ..store.kv_cache_store import KVCacheStore, name_blocks, trailer_mismatch, 
 from ..store.queue import StoreQueue
 from ..transfer_stats import TransferStats
 from .cache_domain import BlockCache, CacheDomain
-from .host_load import Load
+from .host_load import HostLoad
 from .layer_copy import Copier, LayerSynchronizer, Part, TorchCopier, end_of_layers, layer_groups, one_thread
 
 log = logging.getLogger("xllm.transfer")
@@ -118,7 +118,7 @@ class HierarchyKVCacheTransfer:
         self._memories: list[HostMemory] = []
         self.host_bytes = 0
         self.store: KVCacheStore | None = None
-        self._loads: dict[int, Load] = {}
+        self._loads: dict[int, HostLoad] = {}
         self._lock = threading.Lock()
         self._threads = {name: one_thread(name) for name in ("h2d", "proof", "d2h")}
         self._reads, self._puts, self._control = (
@@ -247,14 +247,14 @@ class HierarchyKVCacheTransfer:
         problem = self._disproof(parts)
         if problem is None:
             copies = self._copier.load(plan.batch_id, parts, groups)
-            load = Load(copies, self._start_proof(plan.batch_id, parts))
+            load = HostLoad(copies, self._start_proof(plan.batch_id, parts))
             self._threads["h2d"].submit(self._see_load_end, copies, self._payload_bytes(parts), start)
         else:
             log.error("load %d was not begun: %s", plan.batch_id, problem)
             self._stats.fail("h2d", "block_hash")
             copies = LayerSynchronizer(plan.batch_id, groups)
             copies.abort(problem)
-            load = Load(copies)
+            load = HostLoad(copies)
         with self._lock:
             self._loads[plan.batch_id] = load
         return sum(len(mapping.device) for mapping in plan.target_mappings)
@@ -330,7 +330,7 @@ class HierarchyKVCacheTransfer:
             for domain, mapping in parts
         )
 
-    def attach_loads(self) -> list[Load]:
+    def attach_loads(self) -> list[HostLoad]:
         """The loads no forward has waited for yet; the caller's forward must wait for all of them."""
         with self._lock:
             attached, self._loads = list(self._loads.values()), {}

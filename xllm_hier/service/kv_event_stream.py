@@ -33,7 +33,7 @@ def rules_of(info: InstanceInfo) -> list[RestoreRule]:
     return [RestoreRule(BlockType(name), info.block_size, int(span)) for name, span in info.types]
 
 
-class EventStream:
+class KvEventStream:
     """One incarnation's events; `run` follows them until it is cancelled.
 
     `on_batch` hears of every batch that is this incarnation's, for its load and as a sign of life. When none comes for

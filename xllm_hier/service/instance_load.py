@@ -15,7 +15,7 @@ SHARED_SHARE = 0.5  # of a step does not grow with its sequences: weights are re
 
 
 @dataclass(frozen=True)
-class Load:
+class InstanceLoad:
     """How much an instance has to do and how fast it is, as its heartbeats say; None where it has measured nothing.
 
     ===================  ===========================================================================================
@@ -41,7 +41,7 @@ class Load:
     store_state: str = ""
 
     @classmethod
-    def from_dict(cls, raw: object) -> Load:
+    def from_dict(cls, raw: object) -> InstanceLoad:
         """What of `raw` can be used: unknown names, wrong types and impossible numbers count as not told."""
         told: dict[str, Any] = raw if isinstance(raw, dict) else {}
         values: dict[str, Any] = {}
@@ -66,7 +66,7 @@ class Candidate:
     role: str
     incarnation: str
     block_size: int
-    load: Load = field(default_factory=Load)
+    load: InstanceLoad = field(default_factory=InstanceLoad)
 
     @property
     def book(self) -> tuple[str, str]:

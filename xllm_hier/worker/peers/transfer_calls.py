@@ -57,13 +57,13 @@ class Peer:
         return Problem("peer_failed", f"nothing is moved with {self.name} until it is linked anew: {self.problem.text}")
 
 
-Call = Callable[[str, Peer, Pieces], Problem | None]
+TransferCall = Callable[[str, Peer, Pieces], Problem | None]
 
 
 class Job(Protocol):
     """Calls that belong together."""
 
-    def run(self, call: Call) -> None:
+    def run(self, call: TransferCall) -> None:
         """Make them with `call(kind, peer, pieces)`: None when all pieces are there; return at once when it is LEFT.
 
         The first call to a peer takes 0.2 s more; it may be one of no pieces.
