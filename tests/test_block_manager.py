@@ -636,6 +636,29 @@ def test_a_crowd_behind_one_prompt_is_not_looked_through_at_every_step() -> None
     assert all(simulation.usage(request_id) == (40, 0, 0, 1) for request_id in crowd)
 
 
+def test_a_waiting_requests_hit_is_worked_out_once_until_the_caches_or_the_request_change() -> None:
+    """One request decodes in all but three blocks of the device; the next one, with a hit of two blocks, has no room."""
+    simulation = Simulation(num_device=7, store=False, decode_kv_reuse="off", num_host=0)
+    prefix = simulation.manager.ledger.prefix
+    simulation.ask(PROMPT[:9], 1)
+    simulation.add(list(range(20, 32)), 8)
+    simulation.step()
+    simulation.step()
+    waiting = simulation.add([*PROMPT[:8], *range(40, 52)], 1)
+    simulation.step()
+    (sequence,) = simulation.scheduler.waiting
+    assert simulation.manager.hit(sequence).tokens == 8
+    before = prefix.num_lookups
+    for _ in range(3):
+        simulation.step()  # it asks whether somebody computes its blocks, how long its chunk is, and for the blocks
+    assert simulation.scheduler.waiting == [sequence] and prefix.num_lookups == before
+    simulation.manager.pools.first.device.clear()
+    simulation.step()
+    assert prefix.num_lookups == before + 1
+    simulation.run()
+    assert simulation.usage(waiting) == (0, 0, 0, 20), "a hit that is gone is not relied on"
+
+
 def test_no_message_of_the_engine_is_anything_but_a_plan() -> None:
     simulation = Simulation()
     simulation.ask(PROMPT)

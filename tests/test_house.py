@@ -110,6 +110,35 @@ def test_processes_share_packages_of_their_own(name: str, folder: str) -> None:
     assert not [target for target in imports_of(name) if target.split(".")[0] == folder]
 
 
+BOOKS = "engine.blocks.books"
+
+
+def verbs_of_the_books() -> set[str]:
+    """Public methods and properties of HierarchyBlockManagerPool, and its settings, which never change."""
+    (facade,) = (
+        node
+        for node in ast.parse(MODULES[BOOKS].read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == "HierarchyBlockManagerPool"
+    )
+    return {node.name for node in facade.body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"} | {
+        "settings"
+    }
+
+
+@pytest.mark.parametrize("name", sorted(name for name in MODULES if name.startswith("engine.")))
+def test_the_engine_uses_the_verbs_of_the_block_books_and_reaches_through_none(name: str) -> None:
+    if name.startswith("engine.blocks."):
+        return
+    used = {
+        node.attr
+        for node in ast.walk(ast.parse(MODULES[name].read_text()))
+        if isinstance(node, ast.Attribute)
+        and (node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", ""))
+        in ("manager", "_manager")
+    }
+    assert used <= verbs_of_the_books()
+
+
 @pytest.mark.parametrize("folder", sorted(PACKAGES))
 def test_a_package_holds_nothing_but_its_docstring(folder: str) -> None:
     assert len(ast.parse(MODULES[folder].read_text()).body) == 1

@@ -85,7 +85,7 @@ class EngineCore:
     def publish_events(self, context: zmq.Context[Any]) -> None:
         """Publish the events of the caches from now on. Raises StartupError when a port is taken."""
         assert self.journal is not None
-        types, load = self.manager.pools.types, self.report.load()
+        types, load = self.manager.types, self.report.load()
         self.publisher = self.report.publisher = KvPublisher(
             context, self.config, self.journal, types, self.incarnation, load=load
         )

@@ -262,6 +262,11 @@ class HierarchyBlockManagerPool:
         return self.write_back.pins_device
 
     @property
+    def types(self) -> tuple[BlockType, ...]:
+        """The model's BlockTypes, the first one first."""
+        return self.pools.types
+
+    @property
     def has_host(self) -> bool:
         """There is a host tier."""
         return self.pools.first.host.num_blocks > 0
