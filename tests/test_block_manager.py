@@ -637,7 +637,7 @@ def test_a_crowd_behind_one_prompt_is_not_looked_through_at_every_step() -> None
 
 
 def test_a_waiting_requests_hit_is_worked_out_once_until_the_caches_or_the_request_change() -> None:
-    """One request decodes in all but three blocks of the device; the next one, with a hit of two blocks, has no room."""
+    """One request decodes in all but three blocks of the device; the next one, with a hit of two, has no room."""
     simulation = Simulation(num_device=7, store=False, decode_kv_reuse="off", num_host=0)
     prefix = simulation.manager.ledger.prefix
     simulation.ask(PROMPT[:9], 1)
