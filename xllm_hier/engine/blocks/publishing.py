@@ -24,6 +24,7 @@ class Publishing:
     def __init__(self, ledger: Ledger, reads: StoreReads, write_back: WriteBack) -> None:
         self._pools, self._prefix, self._checkpoints = ledger.pools, ledger.prefix, ledger.checkpoints
         self._keeping, self._journal = ledger.keeping, ledger.journal
+        self._windows = ledger.pools.get(BlockType.SWA)
         self._size = ledger.pools.block_size
         self._reads = reads
         self._write_back = write_back
@@ -35,16 +36,16 @@ class Publishing:
         those that no later token needs."""
         if self._checkpoints is not None:
             self._checkpoints.note_written(sequence)
-        self.publish(sequence, self.num_publishable(sequence), put=True)
-        self._release_slid(sequence)
+        end = self.num_publishable(sequence)
+        if end > sequence.num_published:
+            self.publish(sequence, end, put=True)
+        if self._windows is not None:
+            self._release_slid(sequence, self._windows)
         if self._checkpoints is not None and (needless := self._checkpoints.needless(sequence)):
             self._release(sequence, self._pools[BlockType.LINEAR], needless)
 
-    def _release_slid(self, sequence: Sequence) -> None:
+    def _release_slid(self, sequence: Sequence, pools: TypePools) -> None:
         """Release the blocks that have slid out of the window."""
-        pools = self._pools.get(BlockType.SWA)
-        if pools is None:
-            return
         boundary = sequence.num_computed - sequence.num_computed % self._size
         slid = sequence.held[BlockType.SWA].take_before(pools.rule.needed(boundary).start)
         if slid:

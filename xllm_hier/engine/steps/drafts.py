@@ -62,6 +62,8 @@ class Drafter:
         if sequence.in_prefill or start + count < len(sequence.tokens):
             return []
         limit = min(self._settings.num_tokens, budget, request.max_tokens - sequence.num_generated - 1)
+        if limit <= 0:
+            return []
         drafts = self.propose(sequence, limit)
         if drafts and not self._manager.allocate(sequence, start + count + len(drafts) + self._settings.ahead):
             return []

@@ -332,7 +332,7 @@ class Scheduler:
             if sequence.holds_any(bad):
                 self._roll_back(sequence)
                 continue
-            sequence.num_computed += result.count
+            sequence.num_computed += result.num_tokens
             sequence.draft_from = sequence.num_computed + 1
             self.manager.publish_computed(sequence)
             if result.prompt_logprobs is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ...plans import Forward, ForwardOutput, Ints, SamplingSpec, SequenceRows, TokenLogprob, ints
 from ..blocks.books import HierarchyBlockManagerPool
@@ -12,21 +13,19 @@ from ..blocks.sequence import Sequence
 Drawn = list[tuple[int, TokenLogprob | None]]
 
 
-@dataclass(frozen=True)
-class StepResult:
+class StepResult(NamedTuple):
     """The outcome of one sequence's rows: the tokens drawn for it, drafts that a model made behind them, and the log
     probabilities of its prompt where they were asked for."""
 
     sequence: Sequence
-    count: int
+    num_tokens: int
     num_drafts: int
     drawn: Drawn
     drafts: Ints | None
     prompt_logprobs: list[TokenLogprob] | None
 
 
-@dataclass(frozen=True)
-class Advanced:
+class Advanced(NamedTuple):
     """A step has brought this sequence forward; `drawn`: it has a new token."""
 
     sequence: Sequence
