@@ -12,11 +12,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from fork_server import fork_server
 from tqdm import tqdm
 
 from xllm_hier.models.parallel import TensorParallel
 from xllm_hier.plans import SequenceRows
-from xllm_hier.process import die_with_parent
 from xllm_hier.worker.compute.model_runner import ModelOutput
 
 LIMIT_S = 60.0
@@ -28,14 +28,19 @@ class RankedDriver:
     def __init__(self, folder: Path, tp_size: int, *, block_size: int = 16, **settings: Any) -> None:
         self.block_size, self.tp_size = block_size, tp_size
         self._meeting = TemporaryDirectory()
-        context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(tp_size):
-            ours, theirs = context.Pipe()
-            arguments = (os.getpid(), rank, tp_size, Path(self._meeting.name), folder, theirs)
-            process = context.Process(target=_serve, args=arguments, kwargs={"block_size": block_size, **settings})
-            process.start()
+            ours, theirs = multiprocessing.Pipe()
+            arguments: dict[str, Any] = {
+                "rank": rank,
+                "size": tp_size,
+                "meeting": self._meeting.name,
+                "folder": str(folder),
+            }
+            arguments["settings"] = {"block_size": block_size, **settings}
+            arguments["authkey"] = multiprocessing.current_process().authkey.hex()
+            process = fork_server().start("ranks:serve_rank", arguments, [theirs.fileno()])
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -76,14 +81,18 @@ class RankedDriver:
         self._ask([("restore", list(table), part.clone()) for part in blocks.chunk(self.tp_size)])
 
 
-def _serve(parent: int, rank: int, size: int, meeting: Path, folder: Path, pipe: Connection, **settings: Any) -> None:
-    die_with_parent(parent)
+def serve_rank(
+    rank: int, size: int, meeting: str, folder: str, settings: dict[str, Any], authkey: str, fds: list[int]
+) -> None:
+    """Body of one rank, a child of the fork server."""
     from tiny_models import Driver
 
+    multiprocessing.current_process().authkey = bytes.fromhex(authkey)  # tensors travel through shared memory
     tqdm.set_lock(threading.RLock())  # its own is a named semaphore, which the end of this process would leave
+    pipe = Connection(fds[0])
     try:
-        parallel = TensorParallel.join(rank, size, meeting, "gloo", LIMIT_S, fixed_order=True)
-        driver = Driver(folder, parallel=parallel, num_threads=1, **settings)
+        parallel = TensorParallel.join(rank, size, Path(meeting), "gloo", LIMIT_S, fixed_order=True)
+        driver = Driver(Path(folder), parallel=parallel, num_threads=1, **settings)
         actions: dict[str, Callable[..., Any]] = {
             "details": lambda: driver.runner.details,
             "step": lambda prefill, decode: (driver.step(prefill, decode), driver.logits),

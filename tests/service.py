@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -16,6 +13,7 @@ from typing import Any
 
 import httpx
 from etcd import EtcdServer, running_etcd
+from fork_server import start_program
 from openai import OpenAI
 from pairs import COMMON
 from serving import START_S, Answer, Server, wait_for
@@ -27,17 +25,10 @@ class Service:
     """One replica in a process of its own; `stop` or the context manager ends it."""
 
     def __init__(self, etcd: EtcdServer, *flags: str, environ: dict[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "xllm_hier.service", f"--etcd_addr={etcd.address}", "--etcd_ttl=2"]
+        command = [f"--etcd_addr={etcd.address}", "--etcd_ttl=2"]
         command += ["--http_server_port=0", "--rpc_server_port=0", "--heart_beat_timeout_s=1", *flags]
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by stop
-        self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env={**os.environ, **(environ or {})},
-            cwd=Path(__file__).parent.parent,
-        )
+        self.process = start_program("xllm_hier.service", command, self._log.fileno(), environ)
         watchdog = threading.Timer(START_S, self.process.kill)
         watchdog.start()
         assert self.process.stdout is not None

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -18,6 +17,7 @@ from typing import Any
 
 import httpx
 import psutil
+from fork_server import start_program
 from openai import OpenAI
 
 from xllm_hier.embedded_store import EmbeddedStore
@@ -36,10 +36,12 @@ def wait_for(what: Callable[[], Any], timeout_s: float = QUIET_S, every_s: float
 
 
 def runs(pid: int) -> bool:
-    """There is such a process; a zombie that nobody has fetched yet is none."""
+    """There is such a process. A zombie that nobody has fetched yet is none, unless some of its threads still end: they
+    keep its ports and files."""
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE or len(os.listdir(f"/proc/{pid}/task")) > 1
+    except (psutil.NoSuchProcess, FileNotFoundError):
         return False
 
 
@@ -55,17 +57,9 @@ class Server:
     """
 
     def __init__(self, model: Path | str, *flags: str, environ: dict[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "xllm_hier.serve", f"--model={model}", "--port=0"]
-        command += ["--restore_policy=always", *flags]
+        flags = (f"--model={model}", "--port=0", "--restore_policy=always", *flags)
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by stop
-        self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", **(environ or {})},
-            cwd=Path(__file__).parent.parent,
-        )
+        self.process = start_program("xllm_hier.serve", flags, self._log.fileno(), environ)
         watchdog = threading.Timer(START_S, self.process.kill)
         watchdog.start()
         assert self.process.stdout is not None

@@ -456,9 +456,6 @@ class SilentWorkers:
     def check_alive(self) -> None:
         pass
 
-    def all_answer(self, _limit_s: float) -> bool:
-        return True
-
 
 def engine_answers(*requests: AddRequest, max_waiting: int) -> tuple[list[RequestOutput], list[PrefetchFromStorage]]:
     """One turn of an engine with a store and four device blocks of two tokens: its outputs, and the reads it began."""

@@ -43,7 +43,7 @@ _RUN_DIR_PREFIX = "xllm-run-"
 _WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "2000", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 # torch.multiprocessing.get_context is this very function; taking it from here saves the launcher importing torch.
-_SPAWN = multiprocessing.get_context("spawn")
+CHILDREN = multiprocessing.get_context("spawn")
 
 
 # ------------------------------------------------------------------------------------------ in the children
@@ -247,9 +247,9 @@ class Instance:
         )
 
     def _spawn(self, kind: str, config: EngineConfig, rank: int = 0) -> None:
-        ours, theirs = _SPAWN.Pipe()
+        ours, theirs = CHILDREN.Pipe()
         main = threading.current_thread() is threading.main_thread()  # the signal fires at that thread's end
-        process = _SPAWN.Process(
+        process = CHILDREN.Process(
             target=_child,
             args=(kind, config, str(self._meeting), rank, theirs),
             kwargs={"parent": os.getpid() if main else 0},

@@ -10,7 +10,8 @@ from typing import Any
 from xllm_hier.block import BlockType
 from xllm_hier.config import EngineConfig
 from xllm_hier.engine.blocks.sequence import Sequence, SequenceState
-from xllm_hier.engine.core import EngineCore, _new_links
+from xllm_hier.engine.build import new_links
+from xllm_hier.engine.core import EngineCore
 from xllm_hier.engine.pair import decode as decode_role
 from xllm_hier.engine.pair.decode import DecodeRole
 from xllm_hier.engine.pair.handover import Handover
@@ -84,7 +85,7 @@ class Instance(World):
 
     def _new_core(self, ready: list[WorkerReady]) -> EngineCore:
         config = self.place.config(self.settings)
-        links = _new_links(self.network.context(self.process), config, ready)  # type: ignore[arg-type]
+        links = new_links(self.network.context(self.process), config, ready)  # type: ignore[arg-type]
         return EngineCore(config, self.api, self.workers, ready, links)  # type: ignore[arg-type]
 
     @property
@@ -109,7 +110,8 @@ class Instance(World):
 
     def elsewhere(self) -> list[Sequence]:
         if isinstance(self.role, PrefillRole):
-            ours = (request.sequence for request in self.role._requests.values())
+            ours = dict.fromkeys(request.sequence for request in self.role._requests.values())
+            ours |= dict.fromkeys(self.scheduler.homeless)
             return [sequence for sequence in ours if sequence.state is SequenceState.REMOTE]
         return self.not_begun()
 

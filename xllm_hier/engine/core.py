@@ -106,7 +106,7 @@ class EngineCore:
         """Once round the loop: take messages, schedule a step, await it, send what came of it."""
         self._receive(self._patience())
         self.scheduler.poll_prefetches()
-        self.role.poll(settled=not self._was_away() and self.workers.all_answer(AWAY_S))
+        self.role.poll(settled=self.links is None or (not self._was_away() and self.workers.all_answer(AWAY_S)))
         step = self.scheduler.schedule()
         self._stalled = step is None
         if step is not None:

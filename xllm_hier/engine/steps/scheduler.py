@@ -57,7 +57,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.arriving: list[Sequence] = []
-        self._homeless: list[Sequence] = []
+        self.homeless: list[Sequence] = []
         self._canonical = CanonicalQueue(manager, self.auditor)
         self._ahead = manager.settings.drafting.ahead
         self._distrusted = False
@@ -121,13 +121,13 @@ class Scheduler:
     def _enqueue_ready(self, sequence: Sequence) -> None:
         if sequence.home is Home.SOUGHT:
             sequence.state = SequenceState.REMOTE
-            self._homeless.append(sequence)
+            self.homeless.append(sequence)
         else:
             self.admit(sequence)
 
     def take_homeless(self) -> list[Sequence]:
         """Sequences since the last call that are ready and want a decode instance; `admit` brings them back."""
-        homeless, self._homeless = self._homeless, []
+        homeless, self.homeless = self.homeless, []
         return homeless
 
     def admit(self, sequence: Sequence) -> None:
