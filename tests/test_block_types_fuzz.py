@@ -191,7 +191,7 @@ class Instance:
         self._poison_free()
 
     def _poison_free(self) -> None:
-        for domain in self.worker.transfer._domains.values():
+        for domain in self.worker.transfer.domains.values():
             for kind, cache in domain.caches.items():
                 pools = self.core.manager.pools[kind]
                 free = torch.tensor(list(pools.device._free), dtype=torch.int64)

@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 
 from xllm_hier import plans, wire
-from xllm_hier.block import BlockLayout, BlockType, RestoreRule, TensorSpec, Trailer, common_boundary
+from xllm_hier.block import BlockLayout, BlockType, RestoreRule, TensorSpec, common_boundary
 from xllm_hier.config import EngineConfig
 from xllm_hier.environment import check_environment
 from xllm_hier.errors import ConfigError, WireError
 from xllm_hier.hashing import block_hash, decode_tag, prompt_hashes, root_hash
 from xllm_hier.store_key import draft_component, group_id, key_prefix, name_space_regex
+from xllm_hier.worker.tiers.proof import Trailer
 
 # --------------------------------------------------------------------------------------------- hashes
 

@@ -43,9 +43,11 @@ from xllm_hier.plans import (
     ints,
 )
 from xllm_hier.store_key import MAIN, draft_component
-from xllm_hier.worker.store.kv_cache_store import KVCacheStore, name_blocks, write_trailer
+from xllm_hier.worker.store.kv_cache_store import KVCacheStore
 from xllm_hier.worker.store.mooncake_client import MooncakeClient
+from xllm_hier.worker.store.objects import name_blocks
 from xllm_hier.worker.tiers.cache_domain import BlockCache, CacheDomain
+from xllm_hier.worker.tiers.proof import write_trailer
 from xllm_hier.worker.transfer_stats import TransferStats
 
 PROMPT = list(range(1, 18))  # four full blocks of four, and one token
@@ -670,7 +672,7 @@ def rank_with(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rank]]:
             name_blocks(domain, config, number)
         store.start(made, memory.data_ptr(), len(memory))
         stores.append(store)
-        client = store._client
+        client = store.client
         assert isinstance(client, ScriptedClient)
         client.calls.clear()
         rank = Rank(store, client, caches, memory)

@@ -217,11 +217,11 @@ def test_a_store_that_lost_one_ranks_object_is_a_miss_for_all_and_one_rank_that_
     client = instance.ranks[0].transfer.store
     assert client is not None
     lost = [key for key in keys(store) if ":KV:1:" in key]
-    client._client.remove(lost[1])
+    client.client.remove(lost[1])
     assert instance.prefetch().merged_hits() == [True, False, True]
     assert [list(rank.answer(PrefetchAnswer).hits) for rank in instance.ranks] == [[1, 1, 1], [1, 0, 1]]
     for key in (lost[0], lost[2]):
-        client._client.remove(key)
+        client.client.remove(key)
     result = instance.prefetch()
     assert result.merged_hits() == [False] * 3 and result.completed()
     instance.close()
@@ -340,7 +340,7 @@ def test_an_object_of_another_rank_under_this_ranks_key_is_not_this_ranks_block(
     assert client is not None and first.cache.host is not None and second.cache.host is not None
     mine = [key for key in keys(store) if ":KV:0:" in key]
     for key in mine:
-        client._client.remove(key)
+        client.client.remove(key)
     first.cache.host[HOST] = second.cache.host[HOST]
     wanted = client.put(BlockType.KV, HOST, [bytes([50 + i]) * 16 for i in range(3)])
     assert wanted == 3

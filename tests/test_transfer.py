@@ -19,12 +19,12 @@ from xllm_hier.config import EngineConfig
 from xllm_hier.errors import InvariantError, TransferError
 from xllm_hier.plans import BlockMapping, OffloadCopied, OffloadStored, TransferBlocks, TransferKvBlocks, ints
 from xllm_hier.store_key import draft_component
-from xllm_hier.worker.store.kv_cache_store import trailer_mismatch, write_trailer
-from xllm_hier.worker.tiers.cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes
+from xllm_hier.worker.tiers.cache_domain import BlockCache, CacheDomain, Part, allocate_device_cache, as_bytes
 from xllm_hier.worker.tiers.kv_cache_transfer import HierarchyKVCacheTransfer
-from xllm_hier.worker.tiers.layer_copy import Copier, NativeCopier, Part, TorchCopier, layer_groups
+from xllm_hier.worker.tiers.layer_copy import Copier, NativeCopier, TorchCopier
+from xllm_hier.worker.tiers.layered_wait import LoadWaiter, layer_groups
+from xllm_hier.worker.tiers.proof import trailer_mismatch, write_trailer
 from xllm_hier.worker.transfer_stats import TransferStats
-from xllm_hier.worker.worker import LoadWaiter
 
 LIMIT_S = 60.0
 NUM_DEVICE, NUM_HOST = 12, 20

@@ -57,8 +57,8 @@ from .platform import Platform
 from .store.mooncake_client import set_environment
 from .tiers.cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes
 from .tiers.cache_sizes import CacheSizes, strides
-from .tiers.host_load import HostLoad
 from .tiers.kv_cache_transfer import HierarchyKVCacheTransfer
+from .tiers.layered_wait import LoadWaiter
 from .transfer_stats import KINDS, PD_KINDS, TransferStats
 
 log = logging.getLogger("xllm.worker")
@@ -337,31 +337,6 @@ def _block_bytes(layouts: Iterable[CacheLayout]) -> dict[BlockType, int]:
         for block in layout.blocks:
             nbytes[block.block_type] = nbytes.get(block.block_type, 0) + block.payload_bytes
     return nbytes
-
-
-class LoadWaiter:
-    """What a forward calls before each layer: waits for all its loads to have brought that layer."""
-
-    def __init__(self, loads: list[HostLoad], timeout_s: float) -> None:
-        self._loads = loads
-        self._timeout_s = timeout_s
-        self.waited_s = 0.0
-
-    def __call__(self, layer: int) -> None:
-        if not self._loads:
-            return
-        start = time.perf_counter()
-        for load in self._loads:
-            load.wait(layer, self._timeout_s)
-        self.waited_s += time.perf_counter() - start
-
-    def finish(self) -> list[int]:
-        """Wait for the ends of all loads, used or not, and for what their proofs say, and name those that failed."""
-        start = time.perf_counter()
-        for load in self._loads:
-            load.wait_all(self._timeout_s)
-        self.waited_s += time.perf_counter() - start
-        return [load.batch_id for load in self._loads if load.error is not None]
 
 
 def run_worker(
