@@ -317,7 +317,7 @@ def check_model(place: Place, dtype: torch.dtype, block: int) -> Iterator[Line]:
     first, second, third, host, more = (places[start : start + used] for start in range(0, 5 * used, used))
     label = f"{short(dtype)}, block {block}: " if place.cuda else f"{short(dtype)}: "
     with bench_of(place, dtype, SHAPE, block, len(places)) as bench:
-        exact = bool(bench.runner.details["batch_invariant"])
+        exact = bool(bench.runner.details.batch_invariant)
 
         def bits(what: str, equal: bool) -> Line:
             promised = equal or exact
@@ -325,7 +325,7 @@ def check_model(place: Place, dtype: torch.dtype, block: int) -> Iterator[Line]:
 
         if place.cuda:
             details = bench.runner.details
-            yield f"{label}attention", f"by {details['attention']}, batch_invariant {details['batch_invariant']}"
+            yield f"{label}attention", f"by {details.attention}, batch_invariant {details.batch_invariant}"
         cold, cold_logits = bench.greedy(prompt, first, [0])
         full = first[:PROMPT_BLOCKS]
         kv = bench.blocks(full)

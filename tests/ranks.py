@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from xllm_hier.figures import ModelDetails
 from xllm_hier.models.parallel import TensorParallel
 from xllm_hier.plans import SequenceRows
 from xllm_hier.process import die_with_parent
@@ -39,7 +40,7 @@ class RankedDriver:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
-        self.details: dict[str, Any] = self._ask(["details"] * tp_size)[0]
+        self.details: ModelDetails = self._ask(["details"] * tp_size)[0]
 
     def close(self) -> None:
         for pipe in self._pipes:

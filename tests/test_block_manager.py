@@ -7,6 +7,7 @@ import random
 import pytest
 from simulated_workers import Simulation, reference
 
+from xllm_hier.calls import WorkerCall
 from xllm_hier.engine.blocks.prefetch import PrefetchResult
 from xllm_hier.engine.blocks.store_reads import QUARANTINE_S, ReadLimits
 from xllm_hier.plans import (
@@ -20,7 +21,6 @@ from xllm_hier.plans import (
     PrefetchFromStorage,
     TransferBlocks,
     TransferKvBlocks,
-    WorkerCall,
 )
 
 PROMPT = list(range(1, 18))  # four full blocks and one token

@@ -23,6 +23,7 @@ from xllm_hier.engine.pair.links import PeerEvent
 from xllm_hier.engine.pair.prefill import PrefillRole
 from xllm_hier.engine.steps.scheduler import Scheduler
 from xllm_hier.errors import InvariantError
+from xllm_hier.figures import TypeSizes
 from xllm_hier.peer_plans import (
     AddNewRequests,
     Allocated,
@@ -43,7 +44,6 @@ from xllm_hier.plans import (
     PushFailure,
     SamplingSpec,
     TransferBlocks,
-    TypeSizes,
     ints,
 )
 

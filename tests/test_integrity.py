@@ -70,6 +70,10 @@ def meaning_bytes(payload_bytes: int) -> list[int]:
     return [*range(payload_bytes), *(start + byte for byte in range(TRAILER_BYTES) if byte not in FLAGS)]
 
 
+def counted_failures(stats: TransferStats, kind: str) -> dict[str, int]:
+    return {one.cause: one.count for one in stats.snapshot().transfer_failures if one.kind == kind and one.count}
+
+
 def failures(stats: dict[str, Any], kind: str) -> dict[str, int]:
     return {cause: count for what, cause, count in stats["transfer_failures"] if what == kind and count}
 
@@ -95,7 +99,7 @@ def test_one_flipped_bit_of_a_host_block_fails_its_load_and_no_other(world: tran
         world.cache.host[block, byte] ^= bit
     assert world.load(range(6), range(6), 1000).finish() == []
     assert torch.equal(world.bytes_of(range(6)), expected)
-    counted = failures(world.stats.snapshot(), "h2d")
+    counted = counted_failures(world.stats, "h2d")
     assert sum(counted.values()) == 60 and counted["checksum"] >= 40 and "copy" not in counted
 
 
@@ -138,7 +142,7 @@ def test_what_all_ranks_hold_alike_is_verified_by_the_one_that_keeps_it(tmp_path
         load.wait_all(transfers.LIMIT_S)
         errors.append(load.error)
     assert errors[1] is None and "checksum" in (errors[0] or "")
-    assert [failures(rank.stats.snapshot(), "h2d") for rank in instance.ranks] == [{"checksum": 1}, {}]
+    assert [counted_failures(rank.stats, "h2d") for rank in instance.ranks] == [{"checksum": 1}, {}]
     instance.close()
 
 
@@ -161,7 +165,7 @@ def test_a_key_whose_object_did_not_prove_itself_is_neither_read_nor_written_for
     rank.client.objects[second] = rank.client.objects[first]  # somebody has put it there again
     assert rank.store.probe(BlockType.KV, [laws.name_of(0), laws.name_of(1)]) == bytes([HIT, MISS])
     del rank.client.objects[second]
-    counted = rank.store.stats.snapshot()["store"]
+    counted = rank.store.stats.snapshot().store
     names = ("quarantined_keys", "quarantined_reads", "quarantined_writes")
     assert [counted[name] for name in names] == [1, 2, 2]
     monkeypatch.setattr("xllm_hier.worker.store.key_quarantine.KEY_QUARANTINE_S", 0.0)

@@ -26,6 +26,7 @@ from xllm_hier.engine.blocks.sequence import Sequence as Request
 from xllm_hier.engine.blocks.sequence import SequenceState
 from xllm_hier.engine.core import EngineCore
 from xllm_hier.errors import StoreError
+from xllm_hier.figures import TypeSizes, WorkerReady
 from xllm_hier.hashing import block_hash, prompt_hashes, root_hash
 from xllm_hier.plans import (
     HIT,
@@ -39,7 +40,6 @@ from xllm_hier.plans import (
     SamplingSpec,
     TransferBlocks,
     TransferKvBlocks,
-    WorkerReady,
     ints,
 )
 from xllm_hier.store_key import MAIN, draft_component
@@ -461,7 +461,7 @@ def engine_answers(*requests: AddRequest, max_waiting: int) -> tuple[list[Reques
         max_waiting_requests=max_waiting, enable_kvcache_store=True, host_blocks_factor=2.0, worker_timeout_s=1.0
     )
     api, workers = ScriptedChannel(list(requests)), SilentWorkers()
-    ready = WorkerReady(0, 4, 8, 100, 50, [], 1, {"block_size": 2})
+    ready = WorkerReady(0, [TypeSizes("KV", 0, 4, 8, 1)], 2, 100, 50)
     EngineCore(config, api, workers, [ready]).run()  # type: ignore[arg-type]
     reads = [message for message in workers.sent if isinstance(message, PrefetchFromStorage)]
     return [output for message in api.sent for output in message.outputs], reads

@@ -18,6 +18,7 @@ from xllm_hier.block import BlockLayout, BlockType, CacheLayout, CacheRole, Tens
 from xllm_hier.config import EngineConfig
 from xllm_hier.embedded_store import EmbeddedStore, free_ports
 from xllm_hier.engine.blocks.prefetch import PrefetchResult
+from xllm_hier.figures import TransferFailures
 from xllm_hier.plans import (
     HIT,
     MISS,
@@ -236,7 +237,7 @@ def test_what_all_ranks_hold_alike_has_one_host_copy_and_one_object(store: Embed
     expected = first.content(BLOCKS)
     assert instance.offload() == ([3, 3], [3, 3])
     assert second.transfer.store is None and second.transfer.host_bytes == 0
-    assert second.stats.snapshot()["transfer_bytes"] == {"g2h": 0, "h2d": 0, "d2h": 0, "h2g": 0}
+    assert second.stats.snapshot().transfer_bytes == {"g2h": 0, "h2d": 0, "d2h": 0, "h2g": 0}
     assert first.cache.host is not None and second.cache.host is not None
     assert torch.equal(first.cache.host[HOST], second.cache.host[HOST])
     assert first.cache.host.data_ptr() != second.cache.host.data_ptr()
@@ -345,5 +346,5 @@ def test_an_object_of_another_rank_under_this_ranks_key_is_not_this_ranks_block(
     wanted = client.put(BlockType.KV, HOST, [bytes([50 + i]) * 16 for i in range(3)])
     assert wanted == 3
     assert instance.prefetch().merged_hits() == [False] * 3
-    assert ["g2h", "origin", 3] in first.stats.snapshot()["transfer_failures"]
+    assert TransferFailures("g2h", "origin", 3) in first.stats.snapshot().transfer_failures
     instance.close()

@@ -15,14 +15,15 @@ import msgpack
 import numpy as np
 import zmq
 
-from . import peer_plans, plans
+from . import calls, figures, peer_plans, plans
 from .errors import WireError
 
 _INTS, _MESSAGE = 1, 2
 _CONNECT_MS = 5000
 _CLASSES: dict[str, tuple[type, int]] = {
     name: (thing, len(dataclasses.fields(thing)))
-    for name, thing in [*vars(plans).items(), *vars(peer_plans).items()]
+    for module in (plans, figures, calls, peer_plans)
+    for name, thing in vars(module).items()
     if isinstance(thing, type) and dataclasses.is_dataclass(thing)
 }
 
@@ -38,7 +39,7 @@ def _extension(value: Any) -> msgpack.ExtType:
 
 
 def pack(message: Any) -> bytes:
-    """Bytes of a message class of `plans` or `peer_plans`. Raises WireError for anything else inside or out."""
+    """Bytes of a dataclass of `plans`, `figures`, `calls` or `peer_plans`. Raises WireError for anything else in it."""
     name = type(message).__name__
     if name not in _CLASSES:
         raise WireError(f"{name} is not a message")

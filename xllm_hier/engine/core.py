@@ -16,13 +16,14 @@ from typing import Any
 import zmq
 
 from ..block import BlockType
+from ..calls import Call, Stop, WorkerCall, WorkerResult
 from ..config import EngineConfig
 from ..errors import EngineDeadError, XllmError
+from ..figures import EngineInfo, WorkerReady
 from ..plans import (
     AbortRequest,
     AddRequest,
     BlocksCompared,
-    Call,
     ForwardOutput,
     OffloadCopied,
     OffloadStored,
@@ -31,9 +32,6 @@ from ..plans import (
     PullDone,
     StepOutputs,
     TransferAck,
-    WorkerCall,
-    WorkerReady,
-    WorkerResult,
 )
 from ..wire import Channel, Deadline, HasSocket
 from .blocks.books import HierarchyBlockManagerPool
@@ -79,7 +77,7 @@ class EngineCore:
         self.api = api
         self.workers = workers
         first = ready[0]
-        self.block_size = int(first.details["block_size"])
+        self.block_size = first.block_size
         self.incarnation = links.incarnation if links is not None else uuid.uuid4().hex
         self.journal = CacheJournal(self.block_size) if config.publishes_events else None
         self.publisher: KvPublisher | None = None
@@ -87,8 +85,8 @@ class EngineCore:
             workers,
             block_size=self.block_size,
             types=common_sizes(ready),
-            strides={BlockType(kind): tokens for kind, tokens in first.details.get("strides", {}).items()},
-            scan_tokens=int(first.details.get("scan_tokens", 1)),
+            strides={BlockType(kind): tokens for kind, tokens in first.strides.items()},
+            scan_tokens=first.model.scan_tokens or 1,
             enable_prefix_cache=config.enable_prefix_cache,
             store_enabled=config.enable_kvcache_store,
             decode_kv_reuse=config.decode_kv_reuse,
@@ -99,13 +97,11 @@ class EngineCore:
                 config.worker_timeout_s,
             ),
             policy=RestorePolicy(self.block_size, measured=config.restore_policy == "measured"),
-            drafting=drafting_of(config.num_speculative_tokens, first.details.get("draft")),
+            drafting=drafting_of(config.num_speculative_tokens, first.draft),
             journal=self.journal,
         )
-        self._exact = bool(first.details.get("batch_invariant")) and config.decode_kv_reuse != "as_is"
-        auditor = Auditor(
-            self.manager, config.audit_rate, exact=self._exact, experts=bool(first.details.get("experts"))
-        )
+        self._exact = first.model.batch_invariant and config.decode_kv_reuse != "as_is"
+        auditor = Auditor(self.manager, config.audit_rate, exact=self._exact, experts=first.model.experts)
         self.scheduler = Scheduler(
             self.manager,
             max_tokens=config.max_tokens_per_batch,
@@ -120,7 +116,7 @@ class EngineCore:
         elif links is not None:
             self.role = DecodeRole(config, self.scheduler, links, self._refusal)
         self._also: list[HasSocket] = [api] if links is None else [api, links]
-        self._block_bytes = first.block_bytes
+        self._block_bytes = first.types[0].block_bytes
         self.report = EngineReport(config, ready, self.scheduler, self.incarnation, links=links, role=self.role)
         self.calls = EngineCalls(api, workers, self.scheduler, self.report, links=links, role=self.role)
         self._mixed = False
@@ -267,11 +263,11 @@ class EngineCore:
         if self.publisher is not None:
             self.publisher.tick()
         for rank, state in self.workers.take_states():
-            self._mixed |= bool(state.get("mixed_numerics"))
-            if "store_state" in state:
-                self.report.store_states[rank] = str(state["store_state"])
+            self._mixed |= state.mixed_numerics
+            if state.store_state:
+                self.report.store_states[rank] = state.store_state
             self.scheduler.auditor.exact = self._exact and not self._mixed
-            self.manager.policy.loaded(rank, state.get("loaded_bytes", 0) / self._block_bytes, state.get("load_s", 0.0))
+            self.manager.policy.loaded(rank, state.loaded_bytes / self._block_bytes, state.load_s)
         while (message := self.api.receive(0)) is not None:
             self._on_api(message)
         self.workers.check_alive()
@@ -366,11 +362,10 @@ def _new_links(context: zmq.Context[Any], config: EngineConfig, ready: list[Work
     if not config.enable_disagg_pd:
         return None
     endpoints = [answer.endpoint for answer in ready if answer.endpoint is not None]
-    numerics_id = str(ready[0].details.get("numerics_id", ""))
-    return PeerLinks(context, config, pd_facts(config, ready), endpoints, numerics_id)
+    return PeerLinks(context, config, pd_facts(config, ready), endpoints, ready[0].model.numerics_id)
 
 
-def run_engine(config: EngineConfig, run_dir: str, ready: Callable[[dict[str, Any]], None]) -> int:
+def run_engine(config: EngineConfig, run_dir: str, ready: Callable[[EngineInfo], None]) -> int:
     """Body of the engine process: wait for the workers, tell `ready`, serve until SIGTERM. Returns the exit code."""
     context: zmq.Context[Any] = zmq.Context()
     api = Channel(context, api_address(run_dir), bind=True)
@@ -405,7 +400,7 @@ def run_engine(config: EngineConfig, run_dir: str, ready: Callable[[dict[str, An
             links.close()
         if core is not None and core.publisher is not None:
             core.publisher.close()
-        workers.broadcast(WorkerCall(0, "stop"))
+        workers.broadcast(WorkerCall(0, Stop()))
         workers.close()
         api.close()
         context.term()

@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Types
 
 from ...block import BlockType, common_boundary
-from ...plans import HOLE, StateMoves, TypeSizes
+from ...figures import TypeSizes
+from ...plans import HOLE, StateMoves
 from .account import PrefixAccount
 from .checkpoints import Checkpoints
 from .drafting import Drafting

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...block import BlockType, CacheRole
+from ...calls import StoreCleared, StorePlace, StoreState
 from ...config import EngineConfig
 from ...errors import StoreError
 from ...hashing import HASH_BYTES, split_hashes
@@ -194,31 +195,28 @@ class StoreTier:
 
     # ------------------------------------------------------------------------- attach, detach, clear, end
 
-    def attach(self, addresses: dict[str, Any], done: Callable[[dict[str, Any]], None]) -> None:
-        """Use the store at `addresses` (settings of EngineConfig; none: the last one) from now on; `done` gets `state`
-        and, when it is not there yet, `error`: it is then attached when it comes, unless it is `refused`."""
-        self._control.submit(lambda: self._guarded(lambda: self._attach(addresses)), done)
+    def switch(self, place: StorePlace | None, done: Callable[[StoreState], None]) -> None:
+        """Use the store at `place` from now on, or none. `done` gets an `error` when it is not there yet: it is then
+        attached when it comes, unless it is `refused`. A detach waits for calls under way, for one call's limit."""
+        self._control.submit(lambda: self._guarded(place), done)
 
-    def detach(self, done: Callable[[dict[str, Any]], None]) -> None:
-        """Ask the store for nothing more; calls under way are awaited, for as long as a call may take."""
-        self._control.submit(lambda: self._guarded(self._detach), done)
-
-    def _guarded(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The result of `work`, or its failure: the engine gets an answer either way."""
+    def _guarded(self, place: StorePlace | None) -> StoreState:
+        """The state after the switch, or its failure: the engine gets an answer either way."""
         try:
-            return work()
+            return self._attach(place.settings) if place is not None else self._detach()
         except Exception as error:
             log.exception("the store was not attached or detached")
-            return {"state": self.state, "error": f"{type(error).__name__}: {error}"}
+            return StoreState(self.state, f"{type(error).__name__}: {error}")
 
-    def _attach(self, addresses: dict[str, Any]) -> dict[str, Any]:
-        config = dataclasses.replace(self._config, **addresses, enable_kvcache_store=True)
+    def _attach(self, settings: dict[str, str]) -> StoreState:
+        changes: dict[str, Any] = {**settings, "enable_kvcache_store": True}
+        config = dataclasses.replace(self._config, **changes)
         if not self._host.memories:
-            return {"state": DETACHED, "error": "this instance has no host tier"}
-        other = any(getattr(self._config, name) != value for name, value in addresses.items())
+            return StoreState(DETACHED, "this instance has no host tier")
+        other = any(getattr(self._config, name) != value for name, value in settings.items())
         self._config = config
         if self._host.own is None:
-            return {"state": self.state}  # another rank talks to the store
+            return StoreState(self.state)  # another rank talks to the store
         if self.store is not None and other:
             self._retire(self.store)
         if self.store is None or other:
@@ -229,10 +227,10 @@ class StoreTier:
         try:
             self.store.look()
         except StoreError as error:
-            return {"state": self.store.state, "error": str(error), "refused": bool(self.store.refused)}
-        return {"state": self.store.state}
+            return StoreState(self.store.state, str(error), bool(self.store.refused))
+        return StoreState(self.store.state)
 
-    def _detach(self) -> dict[str, Any]:
+    def _detach(self) -> StoreState:
         self._config = dataclasses.replace(self._config, enable_kvcache_store=False)
         if self.store is not None:
             self.store.circuit.detach()
@@ -240,7 +238,7 @@ class StoreTier:
             end = Deadline(self._config.store_call_limit_ms / 1000)
             while self.store.circuit.busy and not end.passed():
                 time.sleep(_LOOK_S)
-        return {"state": self.state}
+        return StoreState(self.state)
 
     def _retire(self, store: KVCacheStore) -> None:
         """End a store, but for the memory of its client if the host blocks lie there."""
@@ -256,14 +254,14 @@ class StoreTier:
         elif not store.close():
             self._retired.append(store)  # stuck: the end of this process must know
 
-    def clear(self, done: Callable[[dict[str, Any]], None]) -> None:
-        """Remove this name space from the store after the writes submitted before; `done` gets `removed` or `error`."""
+    def clear(self, done: Callable[[StoreCleared], None]) -> None:
+        """Remove this name space from the store after the writes submitted before; rank 0 does so for all."""
 
-        def work() -> dict[str, Any]:
+        def work() -> StoreCleared:
             try:
-                return {"removed": 0 if self.store is None or self._rank else self.store.clear()}
+                return StoreCleared(0 if self.store is None or self._rank else self.store.clear())
             except StoreError as error:
-                return {"removed": 0, "error": str(error)}
+                return StoreCleared(0, str(error))
 
         self._puts.submit(work, done)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ...block import BlockType, CacheRole
+from ...calls import StoreCleared, StorePlace, StoreState
 from ...config import EngineConfig
 from ...errors import InvariantError
 from ...models.identity import ModelIdentity
@@ -158,15 +159,11 @@ class HierarchyKVCacheTransfer:
         """Look for a store call that hangs; the receiving thread calls it now and then."""
         self.store_tier.watch()
 
-    def attach_store(self, addresses: dict[str, Any], done: Callable[[dict[str, Any]], None]) -> None:
-        """Use another store, or the last one again, see `StoreTier.attach`."""
-        self.store_tier.attach(addresses, done)
+    def switch_store(self, place: StorePlace | None, done: Callable[[StoreState], None]) -> None:
+        """Use another store, the last one again, or none, see `StoreTier.switch`."""
+        self.store_tier.switch(place, done)
 
-    def detach_store(self, done: Callable[[dict[str, Any]], None]) -> None:
-        """Ask the store for nothing more, see `StoreTier.detach`."""
-        self.store_tier.detach(done)
-
-    def clear_store(self, done: Callable[[dict[str, Any]], None]) -> None:
+    def clear_store(self, done: Callable[[StoreCleared], None]) -> None:
         """Remove this name space from the store after the writes submitted before, see `StoreTier.clear`."""
         self.store_tier.clear(done)
 
