@@ -15,7 +15,8 @@ from xllm_hier import wire
 from xllm_hier.engine.blocks.books import HierarchyBlockManagerPool
 from xllm_hier.engine.blocks.settings import BookSettings
 from xllm_hier.engine.steps.scheduler import Scheduler
-from xllm_hier.plans import AddRequest, ForwardOutput, SamplingSpec, TypeSizes, ints
+from xllm_hier.figures import TypeSizes
+from xllm_hier.plans import AddRequest, ForwardOutput, SamplingSpec, ints
 
 from .serving import arguments, show
 

@@ -29,10 +29,10 @@ SETTINGS: dict[str, Any] = {
 
 def used_bytes(client: Client) -> dict[str, int]:
     """Bytes of the blocks that are not free, by tier; of the store, all that was ever written to it."""
-    stats, types = client.stats(), client.instance.info["block_types"]
+    stats, types = client.stats(), client.instance.info.block_types
     used = {
         tier: sum(
-            types[kind]["block_bytes"] * sum(n for state, n in counts.items() if state != "free")
+            types[kind].block_bytes * sum(n for state, n in counts.items() if state != "free")
             for kind, counts in stats["blocks"][tier].items()
         )
         for tier in ("device", "host")
@@ -85,9 +85,9 @@ def main() -> int:
                     run = measure(client, length, repetition)
                     if repetition >= 0:  # the first one touches memory for the first time
                         results[layout].setdefault(length, []).append(run)
-        types = {layout: client.instance.info["block_types"]["KV"] for layout, client in clients.items()}
+        types = {layout: client.instance.info.block_types["KV"] for layout, client in clients.items()}
         size = SETTINGS["block_size"]
-        room = {layout: {tier: kv[tier] * size for tier in ("device", "host")} for layout, kv in types.items()}
+        room = {layout: {"device": kv.device * size, "host": kv.host * size} for layout, kv in types.items()}
     rows = []
     for length in lengths:
         medians = {layout: _medians(results[layout][length]) for layout in LAYOUTS}

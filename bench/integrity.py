@@ -19,10 +19,11 @@ from xllm_hier.block import BlockLayout, BlockType, CacheLayout, CacheRole, Tens
 from xllm_hier.config import GIB, EngineConfig
 from xllm_hier.hashing import HASH_BYTES
 from xllm_hier.plans import BlockMapping, TransferBlocks, ints
-from xllm_hier.worker.store.kv_cache_store import write_trailer
 from xllm_hier.worker.tiers.cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes
-from xllm_hier.worker.tiers.kv_cache_transfer import HierarchyKVCacheTransfer, disproofs
-from xllm_hier.worker.tiers.layer_copy import NativeCopier, layer_groups
+from xllm_hier.worker.tiers.kv_cache_transfer import HierarchyKVCacheTransfer
+from xllm_hier.worker.tiers.layer_copy import NativeCopier
+from xllm_hier.worker.tiers.layered_wait import layer_groups
+from xllm_hier.worker.tiers.proof import disproofs, write_trailer
 from xllm_hier.worker.transfer_stats import TransferStats
 
 from .bench_model import SHAPE, bench_model

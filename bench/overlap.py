@@ -31,8 +31,8 @@ def measure(threads: int, repetitions: int, rates: list[float], groups: list[int
     from xllm_hier.plans import BlockMapping, Forward, SamplingSpec, SequenceRows, ints
     from xllm_hier.worker.compute.model_runner import ModelRunner
     from xllm_hier.worker.tiers.cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes
-    from xllm_hier.worker.tiers.layer_copy import NativeCopier, layer_groups
-    from xllm_hier.worker.worker import LoadWaiter
+    from xllm_hier.worker.tiers.layer_copy import NativeCopier
+    from xllm_hier.worker.tiers.layered_wait import LoadWaiter, layer_groups
 
     model = str(bench_model(vocab_size=32768))
     runner = ModelRunner(EngineConfig(model=model, block_size=BLOCK_SIZE, num_threads=threads), progress=False)

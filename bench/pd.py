@@ -131,7 +131,7 @@ def pair(model: Path, mode: str, **settings: Any) -> Iterator[tuple[Client, Clie
     """A prefill and a decode instance."""
     both = {**PD, "kv_cache_transfer_mode": mode, **settings}
     with serving(model, instance_role="DECODE", **both) as decode:
-        address = decode.instance.info["pd_address"]
+        address = decode.instance.info.pd_address
         with serving(model, instance_role="PREFILL", decode_instances=address, **both) as prefill:
             while "linked" not in prefill.stats()["pd"]["peers"].values():
                 time.sleep(0.05)

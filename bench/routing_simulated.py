@@ -21,6 +21,7 @@ from xllm_hier.engine.blocks.books import HierarchyBlockManagerPool
 from xllm_hier.engine.blocks.journal import CacheJournal
 from xllm_hier.engine.blocks.settings import BookSettings, ReadLimits
 from xllm_hier.engine.steps.scheduler import Scheduler, Step
+from xllm_hier.figures import TypeSizes
 from xllm_hier.plans import (
     HIT,
     MISS,
@@ -35,7 +36,6 @@ from xllm_hier.plans import (
     TransferAck,
     TransferBlocks,
     TransferKvBlocks,
-    TypeSizes,
     ints,
 )
 from xllm_hier.service.policies import Candidate, InstanceLoad, Prompt, Route, Router

@@ -55,7 +55,7 @@ def main() -> int:
             runs = [measure(client, length, repetition) for repetition in range(repetitions)]
             results[length] = {state: statistics.median(run[state] for run in runs) for state in STATES}
         memory = memory_of(client.instance.pids)
-        details = client.instance.info["details"]
+        details = client.instance.info.details
     rows = []
     for length, times in results.items():
         rows.append(
@@ -63,7 +63,7 @@ def main() -> int:
             + [f"{times[s] / times['cold'] * 100:.0f} %" for s in STATES[1:]]
         )
     columns = ["prompt", *STATES, "device/cold", "host/cold", "store/cold"]
-    show(f"time to first token, median of {repetitions}, {details.get('dtype')}", columns, rows)
+    show(f"time to first token, median of {repetitions}, {details.dtype}", columns, rows)
     show(
         f"memory after the run; up after {start_s:.1f} s",
         ["process", "RSS MiB", "PSS MiB"],

@@ -56,7 +56,7 @@ def bytes_per_tier(folder: Path, tp_size: int, vocabulary: int) -> dict[str, Any
         client.settle()
         info = client.instance.info
         moved = client.stats()["transfer_bytes"]
-        return {**moved, "host_block": info["tier_bytes"]["host"] / info["num_host_blocks"]}
+        return {**moved, "host_block": info.tier_bytes["host"] / info.num_host_blocks}
 
 
 def first_token(length: int, repetitions: int) -> dict[str, float]:

@@ -317,7 +317,7 @@ def check_model(place: Place, dtype: torch.dtype, block: int) -> Iterator[Line]:
     first, second, third, host, more = (places[start : start + used] for start in range(0, 5 * used, used))
     label = f"{short(dtype)}, block {block}: " if place.cuda else f"{short(dtype)}: "
     with bench_of(place, dtype, SHAPE, block, len(places)) as bench:
-        exact = bool(bench.runner.details["batch_invariant"])
+        exact = bool(bench.runner.details.batch_invariant)
 
         def bits(what: str, equal: bool) -> Line:
             promised = equal or exact
@@ -325,7 +325,7 @@ def check_model(place: Place, dtype: torch.dtype, block: int) -> Iterator[Line]:
 
         if place.cuda:
             details = bench.runner.details
-            yield f"{label}attention", f"by {details['attention']}, batch_invariant {details['batch_invariant']}"
+            yield f"{label}attention", f"by {details.attention}, batch_invariant {details.batch_invariant}"
         cold, cold_logits = bench.greedy(prompt, first, [0])
         full = first[:PROMPT_BLOCKS]
         kv = bench.blocks(full)
@@ -387,7 +387,7 @@ class Caches:
         return [(self.domain, BlockMapping("KV", ints(device), ints(host), b""))]
 
     def load(self, device: Any, host: Any, groups: int = 1) -> Any:
-        from xllm_hier.worker.tiers.layer_copy import layer_groups
+        from xllm_hier.worker.tiers.layered_wait import layer_groups
 
         return self.copier.load(next(self._batches), self.parts(device, host), layer_groups(self.layers, groups))
 
@@ -407,7 +407,7 @@ def caches_of(place: Place, piece: int, layers: int, blocks: int) -> Iterator[Ca
 
 def check_copies(place: Place) -> Iterator[Line]:
     """Bytes of the native copier against torch indexing, everything that was not asked for included."""
-    from xllm_hier.worker.tiers.layer_copy import layer_groups
+    from xllm_hier.worker.tiers.layered_wait import layer_groups
 
     dice = random.Random(4)
     for piece in (4 << 10, 96 << 10):
@@ -544,7 +544,7 @@ def check_overlap(place: Place) -> Iterator[Line]:
     On cpu the copy is held to a rate at which it takes 50 ms, as the tiny model's few bytes take no time.
     """
     from xllm_hier.plans import Forward, SamplingSpec, SequenceRows, ints
-    from xllm_hier.worker.tiers.layer_copy import layer_groups
+    from xllm_hier.worker.tiers.layered_wait import layer_groups
 
     shape, prefix, suffix, block = (LARGE, 8192, 1024, 256) if place.cuda else (SHAPE, 1024, 256, 32)
     rounds = 9 if place.cuda else 3

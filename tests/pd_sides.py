@@ -95,7 +95,7 @@ class Side:
         return done
 
     def failures(self) -> dict[tuple[str, str], int]:
-        return {(kind, cause): count for kind, cause, count in self.stats.snapshot()["transfer_failures"]}
+        return {(one.kind, one.cause): one.count for one in self.stats.snapshot().transfer_failures}
 
 
 def everything(pairs: dict[str, dict[BlockType, tuple[list[int], list[int]]]], number: int = 1) -> PushBlocks:

@@ -15,6 +15,7 @@ import torch
 from fork_server import fork_server
 from tqdm import tqdm
 
+from xllm_hier.figures import ModelDetails
 from xllm_hier.models.parallel import TensorParallel
 from xllm_hier.plans import SequenceRows
 from xllm_hier.worker.compute.model_runner import ModelOutput
@@ -44,7 +45,7 @@ class RankedDriver:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
-        self.details: dict[str, Any] = self._ask(["details"] * tp_size)[0]
+        self.details: ModelDetails = self._ask(["details"] * tp_size)[0]
 
     def close(self) -> None:
         for pipe in self._pipes:

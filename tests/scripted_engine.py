@@ -20,12 +20,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from xllm_hier.api.server import serve_api
+from xllm_hier.calls import Call, CallResult, ClearCache, Cleared, Done, Drain, GetInfo, GetStats
 from xllm_hier.config import EngineConfig
+from xllm_hier.figures import EngineInfo, EngineStats, WorkerStats
 from xllm_hier.plans import (
     AbortRequest,
     AddRequest,
-    Call,
-    CallResult,
     PromptUsage,
     RequestOutput,
     StepOutputs,
@@ -98,20 +98,22 @@ class ScriptedEngine:
         self.hold_drain = False  # `drain` is answered when nothing is pending
         self._held: list[Call] = []
         self.refuse_calls = ""
-        self.stats: dict[str, Any] = {}
-        self.info: dict[str, Any] = {
-            "model": "scripted",
-            "model_id": "scripted",
-            "max_model_len": 64,
-            "vocab_size": 512,
-            "eos_token_ids": [0],
-            "block_size": 4,
-            "num_device_blocks": 8,
-            "num_host_blocks": 8,
-            "store_state": "attached",
-            "version": "0",
-            "details": {},
-        } | info
+        self.stats = EngineStats(workers=WorkerStats(store_state="attached"))
+        self.info = EngineInfo(
+            **{
+                "model": "scripted",
+                "model_id": "scripted",
+                "max_model_len": 64,
+                "vocab_size": 512,
+                "eos_token_ids": [0],
+                "block_size": 4,
+                "num_device_blocks": 8,
+                "num_host_blocks": 8,
+                "store_state": "attached",
+                "version": "0",
+            }
+            | info
+        )
         self._pending: list[RequestOutput] = []
         self._end = threading.Event()
         self._context = zmq.Context()
@@ -141,13 +143,17 @@ class ScriptedEngine:
             self._pending = [item for item in self._pending if item.request_id != message.request_id]
         elif isinstance(message, Call):
             self.calls.append(message)
-            if self.hold_drain and message.method == "drain":
+            if self.hold_drain and isinstance(message.question, Drain):
                 self._held.append(message)
             elif not self.mute:
                 self._answer(socket, message)
 
     def _answer(self, socket: Any, call: Call) -> None:
-        answer = {"info": self.info, "stats": self.stats}.get(call.method, {"done": call.args})
+        question = call.question
+        answers: dict[type, Any] = {GetInfo: self.info, GetStats: self.stats}
+        if isinstance(question, ClearCache):
+            answers[ClearCache] = Cleared(dict.fromkeys(question.tiers, 0))
+        answer = answers.get(type(question), Done())
         socket.send(pack(CallResult(call.call_id, answer, self.refuse_calls or None)))
 
     def wait_for(self, condition: Callable[[], bool], what: str, limit_s: float = 30.0) -> None:

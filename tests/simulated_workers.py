@@ -20,6 +20,7 @@ from xllm_hier.engine.blocks.policy import RestorePolicy
 from xllm_hier.engine.blocks.settings import BookSettings, ReadLimits
 from xllm_hier.engine.steps.audit import Auditor
 from xllm_hier.engine.steps.scheduler import Scheduler
+from xllm_hier.figures import TypeSizes
 from xllm_hier.plans import (
     DIFFERENT,
     EQUAL,
@@ -39,7 +40,6 @@ from xllm_hier.plans import (
     TransferAck,
     TransferBlocks,
     TransferKvBlocks,
-    TypeSizes,
     ints,
 )
 

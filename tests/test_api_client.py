@@ -12,6 +12,7 @@ import openai
 import pytest
 from scripted_engine import RunningApi, ScriptedEngine, byte_ids, fail, make_tokenizer, say
 
+from xllm_hier.calls import ClearCache, Cleared, Drain, GetStats
 from xllm_hier.engine_client import EngineClient
 from xllm_hier.errors import EngineDeadError, RequestError, StartupError
 from xllm_hier.openai.listening import listen
@@ -48,7 +49,7 @@ def request(name="r", max_tokens=8):
 def test_outputs_come_in_order_and_end_with_the_finish_reason(engine):
     async def work():
         async with await EngineClient.connect(engine.address, 30) as client:
-            assert client.info["model"] == "scripted"
+            assert client.info.model == "scripted"
             return [output async for output in client.generate(request())]
 
     outputs = run(work())
@@ -78,7 +79,7 @@ def test_a_generator_closed_before_its_end_aborts_exactly_once(engine):
             async with aclosing(client.generate(request("gone"))) as outputs:
                 await anext(outputs)
             assert client.num_open == 0
-            await client.call("stats", 30)  # answered after the abort was read
+            await client.call(GetStats(), 30)  # answered after the abort was read
 
     run(work())
     assert engine.aborted == ["gone"]
@@ -97,7 +98,7 @@ def test_a_cancelled_task_aborts_exactly_once(engine):
             await asyncio.sleep(0.05)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            await client.call("stats", 30)
+            await client.call(GetStats(), 30)
 
     run(work())
     assert engine.aborted == ["cancelled"]
@@ -108,7 +109,7 @@ def test_a_refused_call_is_a_request_error(engine):
         async with await EngineClient.connect(engine.address, 30) as client:
             engine.refuse_calls = "not now"
             with pytest.raises(RequestError, match="not now"):
-                await client.call("drain", 30)
+                await client.call(Drain(), 30)
 
     run(work())
 
@@ -118,9 +119,9 @@ def test_a_call_without_an_answer_ends_at_its_limit(engine):
         async with await EngineClient.connect(engine.address, 30) as client:
             engine.mute = True
             with pytest.raises(TimeoutError):
-                await client.call("stats", 0.1)
+                await client.call(GetStats(), 0.1)
             engine.mute = False
-            assert await client.call("clear_cache", 30, tiers=["host"]) == {"done": {"tiers": ["host"]}}
+            assert await client.call(ClearCache(["host"]), 30) == Cleared({"host": 0})
 
     run(work())
 
@@ -138,7 +139,7 @@ def test_the_engines_end_fails_what_is_open_within_a_second_and_what_comes_at_on
             outputs = client.generate(request())
             first = await anext(outputs)
             engine.mute = True
-            waiting = asyncio.create_task(client.call("stats", 60))
+            waiting = asyncio.create_task(client.call(GetStats(), 60))
             await asyncio.sleep(0.05)
             start = time.monotonic()
             await asyncio.to_thread(engine.die)
@@ -149,7 +150,7 @@ def test_the_engines_end_fails_what_is_open_within_a_second_and_what_comes_at_on
             assert time.monotonic() - start < 1
             assert client.dead.is_set()
             with pytest.raises(EngineDeadError):
-                await client.call("stats", 60)
+                await client.call(GetStats(), 60)
             with pytest.raises(EngineDeadError):
                 await anext(client.generate(request("late")))
             return first
@@ -318,7 +319,7 @@ def test_llm_refuses_a_bad_prompt_before_anything_starts(engine, llm):
     with pytest.raises(RequestError, match="token id 900"):
         llm.generate([[1, 2], [900]], use_tqdm=False)
     assert engine.added == []
-    assert llm.clear_cache(["host"]) == {"done": {"tiers": ["host"]}}
+    assert llm.clear_cache(["host"]) == {"cleared": {"host": 0}}
 
 
 def test_llm_keeps_to_the_engines_limit_of_open_requests_in_all_its_calls_together(engine, start_llm):

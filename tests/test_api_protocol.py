@@ -21,9 +21,11 @@ from scripted_engine import RunningApi, ScriptedEngine, byte_ids, make_tokenizer
 
 from xllm_hier.api.app import create_app
 from xllm_hier.api.generation import Admission, Choice, Generation, Prompt
+from xllm_hier.calls import ClearCache, Drain
 from xllm_hier.config import EngineConfig
 from xllm_hier.engine_client import EngineClient
 from xllm_hier.errors import ConfigError
+from xllm_hier.figures import EngineStats, Histogram, TransferFailures, WorkerStats
 from xllm_hier.openai.body_limit import MAX_BODY_BYTES
 from xllm_hier.openai.output import ChoiceDecoder, Detokenizer, StopFinder
 from xllm_hier.openai.refusals import ErrorAnswer, error_body
@@ -536,7 +538,7 @@ def test_a_stop_lets_open_requests_end_and_refuses_new_ones(api, engine):
         engine.wait_for(lambda: engine.added, "request")
         engine.hold_drain = True
         api.begin_stop()
-        engine.wait_for(lambda: any(call.method == "drain" for call in engine.calls), "drain")
+        engine.wait_for(lambda: any(isinstance(call.question, Drain) for call in engine.calls), "drain")
         assert complete(other).status_code == 503
         assert other.get("/health").json()["status"] == "draining"
         engine.allowance = float("inf")
@@ -547,7 +549,7 @@ def test_a_stop_lets_open_requests_end_and_refuses_new_ones(api, engine):
 
 def test_health_tells_the_store_and_whether_the_engine_answers(api, http, engine):
     assert http.get("/health").json()["status"] == "ok"
-    engine.stats = {"store_state": "degraded", "running": 2}
+    engine.stats = EngineStats(workers=WorkerStats(store_state="degraded"), running=2)
     time.sleep(0.25)  # stats are kept for a moment
     found = http.get("/health")
     assert (found.status_code, found.json()["status"], found.json()["running"]) == (200, "degraded", 2)
@@ -558,17 +560,19 @@ def test_health_tells_the_store_and_whether_the_engine_answers(api, http, engine
 
 
 def test_metrics_show_the_engines_figures_and_the_apis_own(http, engine):
-    engine.stats = {
-        "blocks": {"device": {"KV": {"free": 5, "pinned": 2, "evictable": 1}}},
-        "prefix_tokens": {"device": 10, "host": 20, "store": 30, "computed": 40},
-        "transfer_bytes": {"h2d": 4096},
-        "transfer_seconds": {"h2d": {"buckets": [[0.1, 1], [1, 3]], "sum": 1.5, "count": 4}},
-        "transfer_failures": [["g2h", "checksum", 2]],
-        "store_state": "degraded",
-        "running": 1,
-        "waiting": 2,
-        "preemptions": 3,
-    }
+    engine.stats = EngineStats(
+        workers=WorkerStats(
+            transfer_bytes={"h2d": 4096},
+            transfer_seconds={"h2d": Histogram([(0.1, 1), (1, 3)], 1.5, 4)},
+            transfer_failures=[TransferFailures("g2h", "checksum", 2)],
+            store_state="degraded",
+        ),
+        blocks={"device": {"KV": {"free": 5, "pinned": 2, "evictable": 1}}},
+        prefix_tokens={"device": 10, "host": 20, "store": 30, "computed": 40},
+        running=1,
+        waiting=2,
+        preemptions=3,
+    )
     assert complete(http, max_tokens=2).status_code == 200
     lines = http.get("/metrics").text.splitlines()
     for line in (
@@ -595,7 +599,7 @@ def test_metrics_show_the_engines_figures_and_the_apis_own(http, engine):
 
 
 def test_metrics_of_a_silent_engine_are_the_last_known(http, engine):
-    engine.stats = {"preemptions": 3}
+    engine.stats = EngineStats(preemptions=3)
     assert "xllm_preemptions_total 3.0" in http.get("/metrics").text
     engine.mute = True
     time.sleep(0.25)
@@ -604,9 +608,22 @@ def test_metrics_of_a_silent_engine_are_the_last_known(http, engine):
 
 
 def test_the_cache_routes_reach_the_engine(http, engine):
-    engine.stats = {"steps": 7, "buckets": [[0.5, 1], [float("inf"), 2]]}
-    assert http.post("/cache/clear", json={"tiers": ["host", "store"]}).json() == {"done": {"tiers": ["host", "store"]}}
-    assert http.get("/cache/stats").json() == {"steps": 7, "buckets": [[0.5, 1], ["+Inf", 2]]}
+    times = Histogram([(0.5, 1), (float("inf"), 2)], 1.0, 2)
+    failures = [TransferFailures("h2d", "copy", 3)]
+    engine.stats = EngineStats(workers=WorkerStats({"h2d": 1}, {"h2d": times}, failures, {"hit_blocks": 5}), steps=7)
+    assert http.post("/cache/clear", json={"tiers": ["host", "store"]}).json() == {"cleared": {"host": 0, "store": 0}}
+    assert engine.calls[-1].question == ClearCache(["host", "store"])
+    expected = {
+        "transfer_bytes": {"h2d": 1},
+        "transfer_seconds": {"h2d": {"buckets": [[0.5, 1], ["+Inf", 2]], "sum": 1.0, "count": 2}},
+        "transfer_failures": [["h2d", "copy", 3]],
+        "store": {"hit_blocks": 5},
+        "store_state": "detached",
+        "store_refused": "",
+        "steps": 7,
+    }
+    found = http.get("/cache/stats").json()
+    assert {name: found.get(name) for name in expected} == expected and "workers" not in found and "pd" not in found
     assert http.post("/cache/clear", json={"tiers": ["moon"]}).status_code == 400
     assert http.post("/cache/clear", json={"tiers": []}).status_code == 400
 

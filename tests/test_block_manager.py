@@ -7,6 +7,7 @@ import random
 import pytest
 from simulated_workers import Simulation, reference
 
+from xllm_hier.calls import WorkerCall
 from xllm_hier.engine.blocks.prefetch import PrefetchResult
 from xllm_hier.engine.blocks.read_targets import QUARANTINE_S
 from xllm_hier.engine.blocks.settings import ReadLimits
@@ -21,7 +22,6 @@ from xllm_hier.plans import (
     PrefetchFromStorage,
     TransferBlocks,
     TransferKvBlocks,
-    WorkerCall,
 )
 
 PROMPT = list(range(1, 18))  # four full blocks and one token

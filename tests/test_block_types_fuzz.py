@@ -20,21 +20,20 @@ import pytest
 import torch
 from tiny_models import VOCAB, make
 
+from xllm_hier.calls import Call, ClearCache, WorkerCall
 from xllm_hier.config import EngineConfig
 from xllm_hier.engine.blocks.sequence import Sequence
 from xllm_hier.engine.core import EngineCore
+from xllm_hier.figures import WorkerReady
 from xllm_hier.models.parallel import TensorParallel
 from xllm_hier.plans import (
     AbortRequest,
     AddRequest,
-    Call,
     PrefetchFromStorage,
     ProbeStorage,
     PromptUsage,
     SamplingSpec,
     StepOutputs,
-    WorkerCall,
-    WorkerReady,
     ints,
 )
 from xllm_hier.wire import pack, unpack
@@ -191,7 +190,7 @@ class Instance:
         self._poison_free()
 
     def _poison_free(self) -> None:
-        for domain in self.worker.transfer._domains.values():
+        for domain in self.worker.transfer.domains.values():
             for kind, cache in domain.caches.items():
                 pools = self.core.manager.pools[kind]
                 free = torch.tensor(list(pools.device._free), dtype=torch.int64)
@@ -207,7 +206,7 @@ class Instance:
         self._engine.put(AbortRequest(name))
 
     def clear(self, *tiers: str) -> None:
-        self._engine.put(Call(1, "clear_cache", {"tiers": list(tiers)}))
+        self._engine.put(Call(1, ClearCache(list(tiers))))
 
     def turn(self) -> None:
         self.core.turn()

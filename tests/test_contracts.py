@@ -15,13 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from xllm_hier import plans, wire
-from xllm_hier.block import BlockLayout, BlockType, RestoreRule, TensorSpec, Trailer, common_boundary
+from xllm_hier import calls, figures, plans, wire
+from xllm_hier.block import BlockLayout, BlockType, RestoreRule, TensorSpec, common_boundary
 from xllm_hier.config import EngineConfig
 from xllm_hier.environment import check_environment
 from xllm_hier.errors import ConfigError, WireError
 from xllm_hier.hashing import block_hash, decode_tag, prompt_hashes, root_hash
 from xllm_hier.store_key import draft_component, group_id, key_prefix, name_space_regex
+from xllm_hier.worker.tiers.proof import Trailer
 
 # --------------------------------------------------------------------------------------------- hashes
 
@@ -251,6 +252,7 @@ def test_what_a_restore_needs_is_asked_for_from_the_top() -> None:
 def test_every_message_survives_the_wire() -> None:
     spec = plans.SamplingSpec(0.5, 1, 0.9, 0.1, 7, 2)
     logprob = plans.TokenLogprob(1, -0.5, 1, [1, 2], [-0.5, -1.0])
+    draft = figures.DraftDetails("d", ["KV"], needs_hidden=False)
     mapping = plans.BlockMapping("KV", plans.ints([1]), plans.ints([2]), b"h" * 16)
     messages = [
         plans.AddRequest("r", plans.ints([1, 2]), spec, 3, stop_token_ids=[4]),
@@ -264,7 +266,10 @@ def test_every_message_survives_the_wire() -> None:
             [plans.SequenceRows(3, plans.ints([1]), plans.ints([0, 1]), 0, spec, 2)],
         ),
         plans.ForwardOutput(1, 0, plans.ints([5]), [logprob, None], [[logprob]], [], 0.1, 0.0),
-        plans.Call(1, "clear_cache", {"tiers": ["host"]}),
+        calls.Call(1, calls.ClearCache(["host"])),
+        calls.CallResult(1, figures.EngineStats(pd=figures.PairStats("DECODE", "a", {"b": "linked"}, 0.5))),
+        calls.WorkerCall(1, calls.SwitchStore(None)),
+        figures.WorkerReady(0, [figures.TypeSizes("KV", 0, 1, 2, 3)], 16, 64, 100, draft=draft),
     ]
     for message in messages:
         again = wire.unpack(wire.pack(message))
@@ -303,7 +308,7 @@ def test_only_messages_can_be_sent() -> None:
     with pytest.raises(WireError, match="dict is not a message"):
         wire.pack({})
     with pytest.raises(WireError, match="object cannot travel"):
-        wire.pack(plans.Call(1, "x", {"y": object()}))
+        wire.pack(calls.Call(1, calls.ClearCache([object()])))  # type: ignore[list-item]
 
 
 # ------------------------------------------------------------------------------------------- settings

@@ -12,11 +12,13 @@ import pytest
 import zmq
 
 from xllm_hier.block import BlockType
+from xllm_hier.calls import Ping, WorkerCall, WorkerResult
 from xllm_hier.config import EngineConfig
 from xllm_hier.engine.blocks.pool import BlockPool
 from xllm_hier.engine.core import AWAY_S, EngineCore, api_address
 from xllm_hier.engine.remote_worker import RemoteWorkers, answer_address, plan_address
 from xllm_hier.errors import EngineDeadError
+from xllm_hier.figures import TypeSizes, WorkerReady, WorkerState
 from xllm_hier.plans import (
     BlockMapping,
     Forward,
@@ -25,9 +27,6 @@ from xllm_hier.plans import (
     SequenceRows,
     TransferBlocks,
     TransferKvBlocks,
-    WorkerCall,
-    WorkerReady,
-    WorkerResult,
     ints,
 )
 from xllm_hier.wire import Channel
@@ -49,7 +48,7 @@ class Bench:
         self.answers_pings = {0, 1}
         self.collectives = {0: 5, 1: 5}
         self._stop = threading.Event()
-        ready = [WorkerReady(rank, 8, 0, 100, 50, [2], 64, {"block_size": 4}) for rank in range(2)]
+        ready = [WorkerReady(rank, [TypeSizes("KV", 0, 8, 0, 64)], 4, 100, 50, [2]) for rank in range(2)]
         for rank in (1, 0):
             self.answers[rank].send(ready[rank])
         assert [answer.rank for answer in self.workers.wait_ready(60)] == [0, 1]
@@ -62,8 +61,12 @@ class Bench:
         while not self._stop.is_set():
             for rank, channel in enumerate(self.plans):
                 message = channel.receive(0.02)
-                if isinstance(message, WorkerCall) and message.method == "ping" and rank in self.answers_pings:
-                    state = {"doing": "step 7", "collectives": self.collectives[rank]}
+                if (
+                    isinstance(message, WorkerCall)
+                    and isinstance(message.question, Ping)
+                    and rank in self.answers_pings
+                ):
+                    state = WorkerState("step 7", self.collectives[rank])
                     self.answers[rank].send(WorkerResult(message.call_id, rank, state))
 
     def output(self, rank: int, *, step: int = 7, view: str = "all alike", error: str | None = None) -> None:

@@ -18,6 +18,7 @@ from simulation.scripts import DEADLY, FAMILIES, GENTLE, HARSH, PROBING, Script,
 from simulation.world import Settings, World
 
 from xllm_hier.block import BlockType, RestoreRule, common_boundary
+from xllm_hier.calls import ClearCache, Drain, GetStats
 from xllm_hier.engine.blocks import prefetch, prefix, write_back
 from xllm_hier.engine.blocks.books import HierarchyBlockManagerPool
 from xllm_hier.engine.blocks.canonical import CanonicalBlocks
@@ -360,7 +361,7 @@ def test_a_clear_waits_for_what_is_under_way_so_that_nothing_comes_back_behind_i
     world.ranks.arm("slow copy", (0,), 1.0)
     asked = world.add("a", PROMPT, 1)
     world.run(until=lambda: asked.end is not None)
-    world.call("clear_cache", tiers=["device", "host"])
+    world.call(ClearCache(["device", "host"]))
     world.run()
     assert world.manager.pools.first.host.num_evictable == world.manager.pools.first.device.num_evictable == 0
 
@@ -371,7 +372,7 @@ def test_a_clear_waits_for_five_seconds_at_most_and_a_question_for_thirty() -> N
     world.ranks.arm("lose stats", (1,))
     asked = world.add("a", PROMPT, 1)
     world.run(until=lambda: asked.end is not None)
-    clear, stats = world.call("clear_cache", tiers=["device"]), world.call("stats")
+    clear, stats = world.call(ClearCache(["device"])), world.call(GetStats())
     for call, seconds in ((clear, 5.0), (stats, 30.0)):
         world.run(until=lambda call=call: call in world.answered_calls)
         assert world.answered_calls[call].error is None
@@ -383,7 +384,7 @@ def test_a_draining_instance_ends_what_is_open_and_takes_nothing_new() -> None:
     world = World(num_device=20)
     first = world.add("first", PROMPT, 8)
     world.run(until=lambda: bool(first.tokens))
-    drained = world.call("drain")
+    drained = world.call(Drain())
     late = world.add("late", PROMPT, 1)
     world.run(until=lambda: late.end is not None)
     assert late.status == 503 and first.end is None and drained not in world.answered_calls

@@ -20,8 +20,8 @@ from xllm_hier.engine import publisher as kv_publisher
 from xllm_hier.engine.blocks.journal import CacheJournal
 from xllm_hier.engine.blocks.types import TypePools
 from xllm_hier.engine.publisher import KvPublisher
+from xllm_hier.figures import TypeSizes
 from xllm_hier.kv_events import Cleared, EventBatch
-from xllm_hier.plans import TypeSizes
 from xllm_hier.registry import InstanceInfo
 from xllm_hier.service.kv_event_stream import KvEventStream
 from xllm_hier.service.prefix_index import IndexState, PrefixIndex

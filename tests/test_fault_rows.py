@@ -365,13 +365,13 @@ def test_a_store_that_raises_is_a_miss_for_reads_and_nothing_for_writes() -> Non
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
     config = EngineConfig(model="tiny", enable_kvcache_store=True, host_blocks_factor=2.0)
     transfer = HierarchyKVCacheTransfer(config, 0, TransferStats(), answers.put)
-    transfer.store = SimpleNamespace(  # type: ignore[assignment]
+    transfer.store_tier.store = SimpleNamespace(  # type: ignore[assignment]
         state="attached", prefetch=fail, put=fail, close=lambda: True
     )
-    transfer._keeps = lambda block_type: True  # type: ignore[method-assign]
+    transfer.host.keeps = lambda block_type: True  # type: ignore[method-assign]
     transfer.prefetch(PrefetchFromStorage(1, 0, "KV", ints([0, 1]), bytes(32)))
     assert answers.get(timeout=10) == PrefetchAnswer(1, 0, 0, bytes([UNKNOWN, UNKNOWN]))
-    transfer._put_behind(TransferKvBlocks(2, [BlockMapping("KV", ints([0]), ints([0]), bytes(16))]))
+    transfer.store_tier.put_behind(TransferKvBlocks(2, [BlockMapping("KV", ints([0]), ints([0]), bytes(16))]))
     assert answers.get(timeout=10) == OffloadStored(2, 0, 0)
     assert transfer.close()
 

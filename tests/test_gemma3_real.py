@@ -174,7 +174,7 @@ def test_every_logit_of_a_text_longer_than_the_window_is_that_of_transformers(
     Both are 1.7e-4 or less from transformers in fp64; one key more or less in the window makes 0.46 or more.
     """
     driver = Driver(folder, dtype="float32", num_threads=1, max_model_len=1024)
-    assert driver.runner.details["implementation"] == "own"
+    assert driver.runner.details.implementation == "own"
     driver.runner.keeps_hidden = True
     table = random_table(NUM_TOKENS // driver.block_size + 1)
     chunks = []

@@ -25,6 +25,7 @@ from xllm_hier.engine.pair.prefill import PrefillRole
 from xllm_hier.engine.steps.limits import RequestLimits
 from xllm_hier.engine.steps.scheduler import Scheduler
 from xllm_hier.errors import InvariantError
+from xllm_hier.figures import TypeSizes
 from xllm_hier.peer_plans import (
     AddNewRequests,
     Allocated,
@@ -45,7 +46,6 @@ from xllm_hier.plans import (
     PushFailure,
     SamplingSpec,
     TransferBlocks,
-    TypeSizes,
     ints,
 )
 

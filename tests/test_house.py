@@ -15,34 +15,35 @@ PACKAGE = ROOT / "xllm_hier"
 
 # One floor a line, the lowest first: a module imports modules of lower floors only, also lazily and for types.
 FLOORS = """
-- block clock engine.blocks.policy errors hashing models.linear openai.body_limit plans service.instance_load version
-  worker.store.circuit worker.store.key_quarantine worker.transfer_stats
-- engine.blocks.moves engine.blocks.pool engine.blocks.settings engine.forward_join host_memory kv_events machine
-  models.demo models.expert_routing models.parallel models.rope models.weights openai.listening openai.refusals
-  openai.tokenizer peer_plans process settings store_key worker.compute.attention worker.compute.plan_digest
-  worker.compute.sampler worker.tiers.cache_domain
-- config engine.blocks.prefetch engine.blocks.types models.families models.identity openai.auth openai.sampling
-  openai.streaming registry service.config service.prefix_index wire worker.compute.block_compare
-  worker.compute.device_attention worker.compute.latent_attention worker.tiers.layer_copy
-- embedded_store engine.blocks.sequence engine.pair.links engine.rank_views engine.remote_worker engine_client
-  environment models.delta_rule models.parts openai.protocol service.kv_event_stream service.policies
-  service.store_watch worker.platform worker.store.mooncake_client worker.store.queue worker.tiers.cache_sizes
-  worker.tiers.host_load
-- api.metrics api.registration engine.blocks.account engine.blocks.journal engine.blocks.keeping engine.blocks.prefix
-  engine.blocks.read_targets engine.pair.handover engine.steps.replies models.experts models.gated_delta models.mla
-  openai.chat_prompt openai.error_answers openai.output service.instances worker.compute.recurrent_state
-  worker.peers.transfer_engine worker.store.marks
-- api.generation api.logprobs engine.blocks.checkpoints engine.publisher models.decoder service.cluster
-  worker.peers.pieces worker.store.kv_cache_store
-- api.answers engine.blocks.ledger models.hf_model models.mtp service.relay worker.peers.transfer_calls
-  worker.tiers.kv_cache_transfer
-- api.handlers engine.blocks.canonical engine.blocks.host_loads engine.blocks.write_back service.metrics
-  worker.compute.model_runner worker.peers.push
-- api.admin engine.blocks.admission engine.blocks.store_reads service.app worker.compute.speculation
-  worker.peers.pd_transfer
-- api.app engine.blocks.publishing service.__main__ worker.worker
-- api.server engine.blocks.books
-- engine.steps.audit engine.steps.drafts engine.steps.step
+- block clock engine.blocks.policy errors models.linear openai.body_limit plans service.instance_load version
+  worker.store.circuit worker.store.key_quarantine
+- engine.blocks.moves engine.blocks.pool engine.blocks.settings engine.forward_join figures hashing host_memory
+  kv_events machine models.demo models.expert_routing models.parallel models.rope models.weights openai.listening
+  openai.refusals openai.tokenizer peer_plans process settings store_key worker.compute.attention
+  worker.compute.plan_digest worker.compute.sampler worker.tiers.cache_domain worker.tiers.layered_wait
+- calls config engine.blocks.prefetch engine.blocks.types models.families models.identity openai.auth openai.sampling
+  openai.streaming registry service.config service.prefix_index worker.compute.block_compare
+  worker.compute.device_attention worker.compute.latent_attention worker.tiers.layer_copy worker.tiers.proof
+  worker.transfer_stats
+- embedded_store engine.blocks.sequence engine.rank_views environment models.delta_rule models.parts openai.protocol
+  service.kv_event_stream service.policies service.store_watch wire worker.platform worker.store.mooncake_client
+  worker.store.objects worker.store.queue worker.tiers.cache_sizes worker.tiers.d2h worker.tiers.h2d
+  worker.tiers.host_tier
+- engine.blocks.account engine.blocks.journal engine.blocks.keeping engine.blocks.prefix engine.blocks.read_targets
+  engine.pair.handover engine.pair.links engine.remote_worker engine.steps.replies engine_client models.experts
+  models.gated_delta models.mla openai.chat_prompt openai.error_answers service.instances
+  worker.compute.recurrent_state worker.peers.transfer_engine worker.store.marks
+- api.metrics api.registration engine.blocks.checkpoints engine.publisher models.decoder openai.output service.cluster
+  worker.peers.pieces worker.store.connection
+- api.generation api.logprobs engine.blocks.ledger models.hf_model models.mtp service.relay
+  worker.peers.transfer_calls worker.store.object_copy
+- api.answers engine.blocks.canonical engine.blocks.host_loads engine.blocks.write_back service.metrics
+  worker.compute.model_runner worker.peers.push worker.store.kv_cache_store
+- api.handlers engine.blocks.admission engine.blocks.store_reads service.app worker.compute.speculation
+  worker.peers.pd_transfer worker.store.store_tier
+- api.admin engine.blocks.publishing service.__main__ worker.tiers.kv_cache_transfer
+- api.app engine.blocks.books worker.worker
+- api.server engine.steps.audit engine.steps.drafts engine.steps.step
 - engine.pair.role engine.steps.canonical
 - engine.steps.scheduler
 - engine.pair.prefill engine.steps.limits

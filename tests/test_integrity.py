@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from serving import Server, running_store, store_flags
 from tiny_models import VOCAB, llama, make
 
-from xllm_hier.block import TRAILER_BYTES, BlockType, CacheLayout, CacheRole, Trailer
+from xllm_hier.block import TRAILER_BYTES, BlockType, CacheLayout, CacheRole
 from xllm_hier.config import EngineConfig
 from xllm_hier.embedded_store import EmbeddedStore
 from xllm_hier.errors import StoreError
@@ -30,10 +30,13 @@ from xllm_hier.hashing import prompt_hashes, root_hash
 from xllm_hier.models.identity import PLACE_BYTES, PLACES, ModelIdentity, model_identity
 from xllm_hier.plans import HIT, MISS
 from xllm_hier.store_key import IDENTITY, MAIN, identity_key, name_space_regex, numerics_key
+from xllm_hier.worker.store.connection import VAIN_LOOKS
 from xllm_hier.worker.store.key_quarantine import MAX_KEYS, KeyQuarantine
-from xllm_hier.worker.store.kv_cache_store import VAIN_LOOKS, KVCacheStore, name_blocks
+from xllm_hier.worker.store.kv_cache_store import KVCacheStore
 from xllm_hier.worker.store.marks import IdentityUnknownError
+from xllm_hier.worker.store.objects import name_blocks
 from xllm_hier.worker.tiers.cache_domain import BlockCache, CacheDomain
+from xllm_hier.worker.tiers.proof import Trailer
 from xllm_hier.worker.transfer_stats import TransferStats
 
 COMMON = ["--block_size=16", "--max_cache_size=4MB", "--check_invariants"]
@@ -67,6 +70,10 @@ def meaning_bytes(payload_bytes: int) -> list[int]:
     return [*range(payload_bytes), *(start + byte for byte in range(TRAILER_BYTES) if byte not in FLAGS)]
 
 
+def counted_failures(stats: TransferStats, kind: str) -> dict[str, int]:
+    return {one.cause: one.count for one in stats.snapshot().transfer_failures if one.kind == kind and one.count}
+
+
 def failures(stats: dict[str, Any], kind: str) -> dict[str, int]:
     return {cause: count for what, cause, count in stats["transfer_failures"] if what == kind and count}
 
@@ -92,14 +99,14 @@ def test_one_flipped_bit_of_a_host_block_fails_its_load_and_no_other(world: tran
         world.cache.host[block, byte] ^= bit
     assert world.load(range(6), range(6), 1000).finish() == []
     assert torch.equal(world.bytes_of(range(6)), expected)
-    counted = failures(world.stats.snapshot(), "h2d")
+    counted = counted_failures(world.stats, "h2d")
     assert sum(counted.values()) == 60 and counted["checksum"] >= 40 and "copy" not in counted
 
 
 def test_the_copies_do_not_wait_for_the_proof_and_the_end_of_the_load_does(world: transfers.World) -> None:
     world.offload([0, 1], [0, 1])
     gate = threading.Event()
-    world.transfer._threads["proof"].submit(gate.wait)
+    world.transfer.loads.proofs.submit(gate.wait)
     world.cache.payload(1)[5] ^= 1
     waiter = world.load([2, 3], [0, 1], 7)
     for layer in range(7):
@@ -115,7 +122,7 @@ def test_the_copies_do_not_wait_for_the_proof_and_the_end_of_the_load_does(world
 
 
 def test_switched_off_a_flipped_bit_passes_and_nothing_is_verified(world: transfers.World) -> None:
-    world.transfer._config = dataclasses.replace(world.transfer._config, verify_host_blocks=False)
+    world.transfer.loads.verify = False
     world.offload([0], [0])
     world.cache.payload(0)[5] ^= 1
     assert world.load([1], [0]).finish() == []
@@ -135,7 +142,7 @@ def test_what_all_ranks_hold_alike_is_verified_by_the_one_that_keeps_it(tmp_path
         load.wait_all(transfers.LIMIT_S)
         errors.append(load.error)
     assert errors[1] is None and "checksum" in (errors[0] or "")
-    assert [failures(rank.stats.snapshot(), "h2d") for rank in instance.ranks] == [{"checksum": 1}, {}]
+    assert [counted_failures(rank.stats, "h2d") for rank in instance.ranks] == [{"checksum": 1}, {}]
     instance.close()
 
 
@@ -158,7 +165,7 @@ def test_a_key_whose_object_did_not_prove_itself_is_neither_read_nor_written_for
     rank.client.objects[second] = rank.client.objects[first]  # somebody has put it there again
     assert rank.store.probe(BlockType.KV, [laws.name_of(0), laws.name_of(1)]) == bytes([HIT, MISS])
     del rank.client.objects[second]
-    counted = rank.store._stats.snapshot()["store"]
+    counted = rank.store.stats.snapshot().store
     names = ("quarantined_keys", "quarantined_reads", "quarantined_writes")
     assert [counted[name] for name in names] == [1, 2, 2]
     monkeypatch.setattr("xllm_hier.worker.store.key_quarantine.KEY_QUARANTINE_S", 0.0)
@@ -183,7 +190,7 @@ def test_a_client_that_moves_no_bytes_where_a_new_one_could_is_set_up_anew_once_
             raise IdentityUnknownError("it can neither be read nor written")
         return ""
 
-    monkeypatch.setattr(store._marks, "objection", objection)
+    monkeypatch.setattr(store.connection.marks, "objection", objection)
     for number in range(2):
         works[0] = False
         store.circuit.fail("gone")
@@ -194,7 +201,7 @@ def test_a_client_that_moves_no_bytes_where_a_new_one_could_is_set_up_anew_once_
         works[0] = True
         store.look()
         assert store.state != "open" and len(made) == number + 1
-    assert not store._host_usable, "what the new client reads goes through its own memory"
+    assert not store.connection.host_usable, "what the new client reads goes through its own memory"
 
 
 def test_the_quarantine_has_a_bound_and_forgets_the_oldest_first() -> None:
@@ -323,9 +330,9 @@ def test_the_first_instance_names_the_model_of_a_name_space_and_another_model_is
     for rank in (0, 1):
         refused = instances("b", rank)
         assert refused.state == "detached" and "under model id 'm': other weights" in refused.refused
-        refused._client.calls.clear()
+        refused.client.calls.clear()
         assert list(refused.prefetch(*BLOCK)) == [0] and refused.put(*BLOCK) == 0
-        assert refused._client.calls == []
+        assert refused.client.calls == []
     assert "--model_id" in caplog.text and "/cache/clear" in caplog.text
 
 
@@ -341,7 +348,7 @@ def test_a_refused_instance_gets_in_once_the_name_space_is_empty_and_it_is_attac
     refused.circuit.wanted()
     refused.look()
     assert refused.refused == "" and refused.put(*BLOCK) == 1
-    first._look_at_marks()
+    first.connection.look_at_marks()
     assert first.state == "detached" and "other weights" in first.refused
 
 
@@ -356,12 +363,12 @@ def test_who_clears_and_goes_on_leaves_its_identity_anew_at_once(instances: Any)
 def test_an_identity_that_was_evicted_is_left_anew_and_a_damaged_one_is_replaced(instances: Any) -> None:
     first = instances("a")
     del SharedClient.shared[KEY]
-    first._look_at_marks()
+    first.connection.look_at_marks()
     assert instances("b").state == "detached"
     raw = bytearray(SharedClient.shared[KEY])
     raw[3] ^= 1
     SharedClient.shared[KEY] = bytes(raw)
-    first._look_at_marks()
+    first.connection.look_at_marks()
     assert first.state == "attached" and SharedClient.shared[KEY] != bytes(raw)
 
 
@@ -369,12 +376,12 @@ def test_a_store_that_neither_gives_nor_takes_an_identity_is_not_used_before_it_
     first = instances("a")
     unreadable = instances("a")
     unreadable.circuit.fail("away")
-    unreadable._client.get_codes = [-800]
+    unreadable.client.get_codes = [-800]
     with pytest.raises(StoreError, match="can neither be read nor written"):
         unreadable.look()
     assert unreadable.state == "open"
-    first._client.get_codes = [-800]
-    first._look_at_marks()
+    first.client.get_codes = [-800]
+    first.connection.look_at_marks()
     assert first.state == "attached", "who has compared it before goes on"
 
 
@@ -400,9 +407,11 @@ def test_an_identity_that_another_rank_is_still_writing_is_waited_for(
 def test_who_reads_the_same_objects_is_told_by_the_target_alone(rank_with: Any) -> None:
     """A draft whose ranks share their blocks makes no difference: no answer depends on a draft's bits."""
     shared = dataclasses.replace(laws.DRAFT_LAYOUT, replicated=True)
-    assert rank_with(laws.MAIN_DOMAIN, (CacheRole.DRAFT, laws.DRAFT_DOMAIN[1], shared)).store._readers == "tp1"
+    assert (
+        rank_with(laws.MAIN_DOMAIN, (CacheRole.DRAFT, laws.DRAFT_DOMAIN[1], shared)).store.connection.readers == "tp1"
+    )
     latents = dataclasses.replace(laws.LAYOUT, replicated=True)
-    assert rank_with((CacheRole.TARGET, MAIN, latents), laws.DRAFT_DOMAIN).store._readers == "mla"
+    assert rank_with((CacheRole.TARGET, MAIN, latents), laws.DRAFT_DOMAIN).store.connection.readers == "mla"
 
 
 def test_the_name_space_regex_takes_the_marks_of_one_model_along() -> None:

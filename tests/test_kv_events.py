@@ -21,8 +21,9 @@ from xllm_hier.engine.blocks.sequence import Sequence
 from xllm_hier.engine.blocks.types import TypePools
 from xllm_hier.engine.publisher import KvPublisher
 from xllm_hier.errors import ConfigError, StartupError, WireError
+from xllm_hier.figures import TypeSizes
 from xllm_hier.kv_events import END, SNAPSHOT, Cleared, Event, EventBatch, Removed, Stored, pack_batch, unpack_batch
-from xllm_hier.plans import AddRequest, SamplingSpec, TypeSizes, ints
+from xllm_hier.plans import AddRequest, SamplingSpec, ints
 
 KV, SWA = BlockType.KV, BlockType.SWA
 BLOCK = 4

@@ -26,6 +26,7 @@ from xllm_hier.engine.blocks.sequence import Sequence as Request
 from xllm_hier.engine.blocks.sequence import SequenceState
 from xllm_hier.engine.core import EngineCore
 from xllm_hier.errors import StoreError
+from xllm_hier.figures import TypeSizes, WorkerReady
 from xllm_hier.hashing import block_hash, prompt_hashes, root_hash
 from xllm_hier.plans import (
     HIT,
@@ -39,13 +40,14 @@ from xllm_hier.plans import (
     SamplingSpec,
     TransferBlocks,
     TransferKvBlocks,
-    WorkerReady,
     ints,
 )
 from xllm_hier.store_key import MAIN, draft_component
-from xllm_hier.worker.store.kv_cache_store import KVCacheStore, name_blocks, write_trailer
+from xllm_hier.worker.store.kv_cache_store import KVCacheStore
 from xllm_hier.worker.store.mooncake_client import MooncakeClient
+from xllm_hier.worker.store.objects import name_blocks
 from xllm_hier.worker.tiers.cache_domain import BlockCache, CacheDomain
+from xllm_hier.worker.tiers.proof import write_trailer
 from xllm_hier.worker.transfer_stats import TransferStats
 
 PROMPT = list(range(1, 18))  # four full blocks of four, and one token
@@ -463,7 +465,7 @@ def engine_answers(*requests: AddRequest, max_waiting: int) -> tuple[list[Reques
         max_waiting_requests=max_waiting, enable_kvcache_store=True, host_blocks_factor=2.0, worker_timeout_s=1.0
     )
     api, workers = ScriptedChannel(list(requests)), SilentWorkers()
-    ready = WorkerReady(0, 4, 8, 100, 50, [], 1, {"block_size": 2})
+    ready = WorkerReady(0, [TypeSizes("KV", 0, 4, 8, 1)], 2, 100, 50)
     EngineCore(config, api, workers, [ready]).run()  # type: ignore[arg-type]
     reads = [message for message in workers.sent if isinstance(message, PrefetchFromStorage)]
     return [output for message in api.sent for output in message.outputs], reads
@@ -674,7 +676,7 @@ def rank_with(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rank]]:
             name_blocks(domain, config, number)
         store.start(made, memory.data_ptr(), len(memory))
         stores.append(store)
-        client = store._client
+        client = store.client
         assert isinstance(client, ScriptedClient)
         client.calls.clear()
         rank = Rank(store, client, caches, memory)

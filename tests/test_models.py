@@ -49,7 +49,7 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 def test_ragged_chunks_and_decode_agree_with_transformers(tmp_path, family, implementation):
     """Two sequences: one is prefilled in three chunks while the other already generates; both outgrow the window."""
     driver = Driver(tiny_models.make(tmp_path, family), model_impl=implementation)
-    assert driver.runner.details["implementation"] == implementation
+    assert driver.runner.details.implementation == implementation
     long, short = random_prompt(150, seed=1), random_prompt(45, seed=2)
     places = random_table(20)
     long_table, short_table = places[:12], places[12:]
@@ -92,7 +92,7 @@ def test_bfloat16_stays_near_transformers(tmp_path, family):
     prompt = random_prompt(100)
     driver.step([prompt_part(prompt, random_table(7))])
     theirs = reference(tmp_path, prompt)[-1].float()
-    assert driver.runner.details["dtype"] == "bfloat16"
+    assert driver.runner.details.dtype == "bfloat16"
     assert (driver.logits[0] - theirs).abs().max() < 0.05 * theirs.abs().max()
 
 
@@ -262,8 +262,8 @@ def test_an_unknown_family_falls_back_and_own_refuses_it(tmp_path):
         Driver(tmp_path, model_impl="own")
     assert caught.value.name == "model_impl"
     driver = Driver(tmp_path)
-    assert driver.runner.details["implementation"] == "hf"
-    assert driver.runner.details["batch_invariant"] is False
+    assert driver.runner.details.implementation == "hf"
+    assert driver.runner.details.batch_invariant is False
     prompt = random_prompt(40)
     driver.step([prompt_part(prompt, [3, 1, 2])])
     assert close(driver.logits[0], reference(tmp_path, prompt)[-1])

@@ -406,7 +406,7 @@ def test_the_head_counts_its_own_weights_and_not_those_it_shares(tmp_path: Path)
         for name, tensor in load_file(folder / "model.safetensors").items()
         if name.startswith("model.layers.2.") and tensor.ndim == 2
     ]
-    assert Pair(folder).head.runner.details["parameter_bytes"] == sum(matrices)
+    assert Pair(folder).head.runner.details.parameter_bytes == sum(matrices)
 
 
 # ------------------------------------------------------------------------------------------- verification

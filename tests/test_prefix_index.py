@@ -16,9 +16,9 @@ from simulation.world import World
 
 from xllm_hier.block import BlockType, RestoreRule
 from xllm_hier.engine.core import EngineCore
+from xllm_hier.figures import WorkerReady
 from xllm_hier.hashing import prompt_hashes, root_hash
 from xllm_hier.kv_events import Cleared, Event, Removed, Stored
-from xllm_hier.plans import WorkerReady
 from xllm_hier.service.prefix_index import IndexState, Match, PrefixIndex, StoreIndex, UnderWay
 
 EXACT, STALE, UNKNOWN = IndexState

@@ -18,6 +18,7 @@ from xllm_hier.block import BlockLayout, BlockType, CacheLayout, CacheRole, Tens
 from xllm_hier.config import EngineConfig
 from xllm_hier.embedded_store import EmbeddedStore, free_ports
 from xllm_hier.engine.blocks.prefetch import PrefetchResult
+from xllm_hier.figures import TransferFailures
 from xllm_hier.plans import (
     HIT,
     MISS,
@@ -217,11 +218,11 @@ def test_a_store_that_lost_one_ranks_object_is_a_miss_for_all_and_one_rank_that_
     client = instance.ranks[0].transfer.store
     assert client is not None
     lost = [key for key in keys(store) if ":KV:1:" in key]
-    client._client.remove(lost[1])
+    client.client.remove(lost[1])
     assert instance.prefetch().merged_hits() == [True, False, True]
     assert [list(rank.answer(PrefetchAnswer).hits) for rank in instance.ranks] == [[1, 1, 1], [1, 0, 1]]
     for key in (lost[0], lost[2]):
-        client._client.remove(key)
+        client.client.remove(key)
     result = instance.prefetch()
     assert result.merged_hits() == [False] * 3 and result.completed()
     instance.close()
@@ -236,7 +237,7 @@ def test_what_all_ranks_hold_alike_has_one_host_copy_and_one_object(store: Embed
     expected = first.content(BLOCKS)
     assert instance.offload() == ([3, 3], [3, 3])
     assert second.transfer.store is None and second.transfer.host_bytes == 0
-    assert second.stats.snapshot()["transfer_bytes"] == {"g2h": 0, "h2d": 0, "d2h": 0, "h2g": 0}
+    assert second.stats.snapshot().transfer_bytes == {"g2h": 0, "h2d": 0, "d2h": 0, "h2g": 0}
     assert first.cache.host is not None and second.cache.host is not None
     assert torch.equal(first.cache.host[HOST], second.cache.host[HOST])
     assert first.cache.host.data_ptr() != second.cache.host.data_ptr()
@@ -340,10 +341,10 @@ def test_an_object_of_another_rank_under_this_ranks_key_is_not_this_ranks_block(
     assert client is not None and first.cache.host is not None and second.cache.host is not None
     mine = [key for key in keys(store) if ":KV:0:" in key]
     for key in mine:
-        client._client.remove(key)
+        client.client.remove(key)
     first.cache.host[HOST] = second.cache.host[HOST]
     wanted = client.put(BlockType.KV, HOST, [bytes([50 + i]) * 16 for i in range(3)])
     assert wanted == 3
     assert instance.prefetch().merged_hits() == [False] * 3
-    assert ["g2h", "origin", 3] in first.stats.snapshot()["transfer_failures"]
+    assert TransferFailures("g2h", "origin", 3) in first.stats.snapshot().transfer_failures
     instance.close()

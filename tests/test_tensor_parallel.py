@@ -49,7 +49,7 @@ def test_each_rank_holds_its_share_of_weights_and_cache(tmp_path):
     halves = [Driver(folder, parallel=_AloneOf(rank, 2)).runner for rank in range(2)]
     for half in halves:
         assert half.layout.blocks[0].payload_bytes * 2 == whole.layout.blocks[0].payload_bytes
-        assert half.details["parameter_bytes"] * 2 == whole.details["parameter_bytes"]
+        assert half.details.parameter_bytes * 2 == whole.details.parameter_bytes
 
 
 @pytest.mark.parametrize(("tp_size", "changes"), [(4, {}), (3, {}), (12, {}), (2, {"intermediate_size": 105})])

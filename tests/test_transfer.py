@@ -17,14 +17,15 @@ import torch
 from xllm_hier.block import BlockLayout, BlockType, CacheLayout, CacheRole, TensorSpec
 from xllm_hier.config import EngineConfig
 from xllm_hier.errors import InvariantError, TransferError
+from xllm_hier.figures import TransferFailures
 from xllm_hier.plans import BlockMapping, OffloadCopied, OffloadStored, TransferBlocks, TransferKvBlocks, ints
 from xllm_hier.store_key import draft_component
-from xllm_hier.worker.store.kv_cache_store import trailer_mismatch, write_trailer
-from xllm_hier.worker.tiers.cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes
+from xllm_hier.worker.tiers.cache_domain import BlockCache, CacheDomain, Part, allocate_device_cache, as_bytes
 from xllm_hier.worker.tiers.kv_cache_transfer import HierarchyKVCacheTransfer
-from xllm_hier.worker.tiers.layer_copy import Copier, NativeCopier, Part, TorchCopier, layer_groups
+from xllm_hier.worker.tiers.layer_copy import Copier, NativeCopier, TorchCopier
+from xllm_hier.worker.tiers.layered_wait import LoadWaiter, layer_groups
+from xllm_hier.worker.tiers.proof import trailer_mismatch, write_trailer
 from xllm_hier.worker.transfer_stats import TransferStats
-from xllm_hier.worker.worker import LoadWaiter
 
 LIMIT_S = 60.0
 NUM_DEVICE, NUM_HOST = 12, 20
@@ -346,9 +347,9 @@ def test_a_failed_group_fails_its_batch_and_lets_the_forward_go_on(
         waiter(layer)
     assert waiter.finish() == [5]
     deadline = time.monotonic() + LIMIT_S
-    while not world.stats.snapshot()["transfer_failures"] and time.monotonic() < deadline:
+    while not world.stats.snapshot().transfer_failures and time.monotonic() < deadline:
         time.sleep(0.005)
-    assert ["h2d", "copy", 1] in world.stats.snapshot()["transfer_failures"]
+    assert TransferFailures("h2d", "copy", 1) in world.stats.snapshot().transfer_failures
 
 
 @pytest.mark.parametrize("make", [FailingCopier, FailingNativeCopier])
@@ -357,7 +358,7 @@ def test_a_failed_write_back_answers_with_a_short_count(
 ) -> None:
     world = worlds(make())
     assert world.offload([0, 1], [0, 1]).num_blocks == 0
-    assert ["d2h", "copy", 1] in world.stats.snapshot()["transfer_failures"]
+    assert TransferFailures("d2h", "copy", 1) in world.stats.snapshot().transfer_failures
 
 
 def test_a_copy_outside_the_caches_is_refused_and_counted(worlds: Callable[..., World]) -> None:
@@ -401,7 +402,7 @@ def test_one_half_of_a_host_block_that_is_not_what_was_written_fails_the_load_of
     assert waiter.finish() == [1]
     if wrong == "name":  # seen before anything is copied, also where payloads are not verified
         assert all(torch.equal(world.bytes_of([1, 8], c), b) for c, b in zip(world.caches, before, strict=True))
-    causes = {cause for kind, cause, count in world.stats.snapshot()["transfer_failures"] if kind == "h2d" and count}
+    causes = {one.cause for one in world.stats.snapshot().transfer_failures if one.kind == "h2d" and one.count}
     assert causes == {"checksum" if wrong == "payload" else "block_hash"}
 
 

@@ -20,17 +20,9 @@ from xllm_hier.block import BlockType
 from xllm_hier.engine.blocks.pool import BlockPool
 from xllm_hier.engine.blocks.sequence import Sequence as Request
 from xllm_hier.engine.blocks.types import TypePools
+from xllm_hier.figures import TypeSizes
 from xllm_hier.hashing import prompt_hashes, root_hash
-from xllm_hier.plans import (
-    HOLE,
-    AddRequest,
-    PrefetchFromStorage,
-    SamplingSpec,
-    TransferBlocks,
-    TransferKvBlocks,
-    TypeSizes,
-    ints,
-)
+from xllm_hier.plans import HOLE, AddRequest, PrefetchFromStorage, SamplingSpec, TransferBlocks, TransferKvBlocks, ints
 from xllm_hier.store_key import MAIN, key_prefix
 
 KV, SWA, LINEAR = BlockType

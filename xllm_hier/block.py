@@ -1,4 +1,4 @@
-"""What a block holds and what a restore needs: block types, per-block tensor layout, trailer, restore rule.
+"""The layout of a block and the rule of a restore: block types, tensors per block, restore rule.
 
 A block is `block_size` tokens of one `BlockType`, for all layers of that type, on one rank, in one cache domain.
 
@@ -10,14 +10,13 @@ Host object, block first, so that one physical object is one contiguous buffer::
     |<------------------------------- object_bytes -------------------------------------->|
 
 All tensors of one layer of one block are adjacent on the device too, so a layered copy moves one piece per layer and
-block. The trailer makes a block prove itself: see `Trailer`.
+block. The trailer makes a block prove itself: see `worker/tiers/proof.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -180,51 +179,3 @@ def _last_missing(rules: Sequence[RestoreRule], has: Callable[[BlockType, int], 
             if not has(rule.block_type, index):
                 return index * rule.block_size
     return None
-
-
-class Trailer:
-    """The last 64 bytes of a host block: what the block is and what its payload sums to.
-
-    Layout, little endian: magic 8 | version u32 | origin u32 | block_hash 16 | schema_hash 16 | payload checksum 8 |
-    payload bytes u64. `origin` is a digest of what the hash does not say: model, weights, domain and rank (see
-    `store_key.origin`). Written by the D2H offload, stored with the object, checked on each read from the store.
-    """
-
-    MAGIC = b"XLLMKV3\0"
-    VERSION = 2
-    _FORMAT = struct.Struct("<8sII16s16s8sQ")
-
-    @classmethod
-    def pack(
-        cls, block_hash: bytes, schema_hash: str, checksum: bytes, payload_bytes: int, *, origin: int = 0
-    ) -> bytes:
-        """64 bytes to be laid behind a payload of `payload_bytes`; `checksum` is 8 bytes."""
-        return cls._FORMAT.pack(
-            cls.MAGIC, cls.VERSION, origin, block_hash, bytes.fromhex(schema_hash), checksum, payload_bytes
-        )
-
-    @classmethod
-    def block_hash(cls, raw: bytes) -> bytes:
-        """The hash a trailer claims; empty when it is no trailer."""
-        magic, _, _, block_hash, *_ = cls._FORMAT.unpack(raw)
-        return bytes(block_hash) if magic == cls.MAGIC else b""
-
-    @classmethod
-    def mismatch(
-        cls, raw: bytes, block_hash: bytes, schema_hash: str, checksum: bytes, payload_bytes: int, *, origin: int = 0
-    ) -> str | None:
-        """Name of the first part of `raw` that is not what is expected; None when the block is the one asked for."""
-        magic, version, got_origin, got_hash, got_schema, got_sum, got_bytes = cls._FORMAT.unpack(raw)
-        if magic != cls.MAGIC:
-            return "magic"
-        if version != cls.VERSION:
-            return "version"
-        if got_hash != block_hash:
-            return "block_hash"
-        if got_schema != bytes.fromhex(schema_hash):
-            return "schema_hash"
-        if got_origin != origin:
-            return "origin"
-        if got_bytes != payload_bytes:
-            return "payload_bytes"
-        return None if got_sum == checksum else "checksum"

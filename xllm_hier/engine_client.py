@@ -12,15 +12,18 @@ import itertools
 import logging
 from collections.abc import AsyncGenerator
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import zmq
 import zmq.asyncio
 
+from .calls import Call, CallResult, GetInfo, Question
 from .errors import EngineDeadError, RequestError, StartupError, WireError
-from .plans import AbortRequest, AddRequest, Call, CallResult, RequestOutput, StepOutputs
+from .figures import EngineInfo
+from .plans import AbortRequest, AddRequest, RequestOutput, StepOutputs
 from .wire import open_socket, pack, unpack
 
+A = TypeVar("A")
 _log = logging.getLogger(__name__)
 _DRAIN_S = 0.05  # the engine's last words may still wait in the socket when its end is noticed
 
@@ -28,11 +31,11 @@ _DRAIN_S = 0.05  # the engine's last words may still wait in the socket when its
 class EngineClient:
     """Speaks to one engine from one event loop; make it with `connect`, end it with `close`.
 
-    `dead` is set when the engine is gone. `info` is the engine's answer to `Call("info")`, asked once.
+    `dead` is set when the engine is gone. `info` is the engine's answer to `GetInfo`, which `connect` asks once.
     """
 
     def __init__(self, address: str) -> None:
-        self.info: dict[str, Any] = {}
+        self.info: EngineInfo
         self.dead = asyncio.Event()
         self._context = zmq.asyncio.Context()
         self._socket: Any = open_socket(self._context, address, bind=False)
@@ -53,7 +56,7 @@ class EngineClient:
         """
         client = cls(address)
         try:
-            client.info = await client.call("info", timeout_s)
+            client.info = await client.call(GetInfo(), timeout_s)
         except TimeoutError:
             await client.close()
             raise StartupError(f"the engine at {address} did not answer within {timeout_s:g} s") from None
@@ -94,8 +97,8 @@ class EngineClient:
             if not ended and not self.dead.is_set():
                 self._send(AbortRequest(request.request_id))
 
-    async def call(self, method: str, timeout_s: float, **args: Any) -> dict[str, Any]:
-        """The engine's answer to `method`, as a plain dict.
+    async def call(self, question: Question[A], timeout_s: float) -> A:
+        """The engine's answer to `question`.
 
         Raises:
             RequestError: the engine refused.
@@ -107,13 +110,13 @@ class EngineClient:
         future: asyncio.Future[CallResult] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
         try:
-            self._send(Call(call_id, method, args))
+            self._send(Call(call_id, question))
             result = await asyncio.wait_for(future, timeout_s)
         finally:
             del self._calls[call_id]
         if result.error is not None:
             raise RequestError(result.error)
-        return result.value
+        return cast(A, result.answer)
 
     async def close(self) -> None:
         """Ends both tasks and the socket; open requests fail as if the engine had gone."""

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from .errors import TransferError
+
 HASH_BYTES = 16
 _PERSON = b"xllm-kv-v3"
 
@@ -47,3 +49,10 @@ def prompt_hashes(token_ids: np.ndarray | Sequence[int], block_size: int, root: 
 def decode_tag(prompt_tokens: int) -> bytes:
     """Tag of blocks that hold KV of the decode path: bits depend on where the prompt ended (DESIGN section 6)."""
     return b"decode" + prompt_tokens.to_bytes(8, "little")
+
+
+def split_hashes(raw: bytes) -> list[bytes]:
+    """The 16-byte hashes that a plan carries as one text of bytes. Raises TransferError when it is cut short."""
+    if len(raw) % HASH_BYTES:
+        raise TransferError(f"{len(raw)} bytes are no list of {HASH_BYTES}-byte hashes")
+    return [raw[start : start + HASH_BYTES] for start in range(0, len(raw), HASH_BYTES)]

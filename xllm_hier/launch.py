@@ -27,6 +27,7 @@ from .config import EngineConfig
 from .embedded_store import Disk, EmbeddedStore
 from .environment import take_store_endpoints
 from .errors import EngineDeadError, StartupError, XllmError
+from .figures import EngineInfo
 from .process import configure_logging, die_with_parent, set_process_name
 from .wire import Deadline
 
@@ -42,6 +43,9 @@ _RUN_DIR_PREFIX = "xllm-run-"
 # An installed torch_npu without its drivers breaks `import torch`, which loads it by itself; platform.py asks for it.
 _WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "2000", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
+_News = EngineInfo | int | None
+"""A child that is up tells its facts (the engine), its port (the api), or nothing (a worker)."""
+
 # torch.multiprocessing.get_context is this very function; taking it from here saves the launcher importing torch.
 CHILDREN = multiprocessing.get_context("spawn")
 
@@ -49,27 +53,27 @@ CHILDREN = multiprocessing.get_context("spawn")
 # ------------------------------------------------------------------------------------------ in the children
 
 
-def _engine_body(config: EngineConfig, run_dir: str, _rank: int, ready: Callable[[dict[str, Any]], None]) -> int:
+def _engine_body(config: EngineConfig, run_dir: str, _rank: int, ready: Callable[[_News], None]) -> int:
     from .engine.core import run_engine
 
     return run_engine(config, run_dir, ready)
 
 
-def _worker_body(config: EngineConfig, run_dir: str, rank: int, ready: Callable[[dict[str, Any]], None]) -> int:
+def _worker_body(config: EngineConfig, run_dir: str, rank: int, ready: Callable[[_News], None]) -> int:
     from .engine.remote_worker import answer_address, plan_address
     from .worker.worker import run_worker
 
     addresses = (plan_address(run_dir, rank), answer_address(run_dir, rank))
-    return run_worker(config, rank, addresses, ready, Path(run_dir))
+    return run_worker(config, rank, addresses, lambda: ready(None), Path(run_dir))
 
 
-def _api_body(config: EngineConfig, run_dir: str, _rank: int, ready: Callable[[dict[str, Any]], None]) -> int:
+def _api_body(config: EngineConfig, run_dir: str, _rank: int, ready: Callable[[_News], None]) -> int:
     import asyncio
 
     from .api.server import serve_api
     from .engine.core import api_address
 
-    return asyncio.run(serve_api(config, api_address(run_dir), lambda port: ready({"port": port})))
+    return asyncio.run(serve_api(config, api_address(run_dir), ready))
 
 
 _BODIES = {"engine": _engine_body, "worker": _worker_body, "api": _api_body}
@@ -88,7 +92,7 @@ def _child(kind: str, config: EngineConfig, run_dir: str, rank: int, pipe: Any, 
     configure_logging(config.log_level, name)
     threading.Thread(target=_watch_parent, args=(pipe,), daemon=True, name="parent-watch").start()
     try:
-        code = _BODIES[kind](config, run_dir, rank, lambda info: pipe.send(("ready", info)))
+        code = _BODIES[kind](config, run_dir, rank, lambda news: pipe.send(("ready", news)))
     except XllmError as error:
         _report(pipe, error)
         code = 1
@@ -137,7 +141,8 @@ class _Child:
     name: str
     process: Any
     pipe: Connection
-    info: dict[str, Any] | None = None
+    up: bool = False
+    news: _News = None
 
 
 class Instance:
@@ -166,7 +171,7 @@ class Instance:
     @property
     def port(self) -> int:
         """Port the HTTP server listens on."""
-        return int(next(child.info["port"] for child in self._children if child.name == "api" and child.info))
+        return next(child.news for child in self._children if isinstance(child.news, int))
 
     @property
     def pids(self) -> dict[str, int]:
@@ -175,9 +180,9 @@ class Instance:
         return {**ids, **(self._store.pids if self._store else {})}
 
     @property
-    def info(self) -> dict[str, Any]:
-        """What the engine told of itself when it came up."""
-        return dict(next(child.info for child in self._children if child.name == "engine" and child.info))
+    def info(self) -> EngineInfo:
+        """The facts of the instance, as its engine told them when it came up."""
+        return next(child.news for child in self._children if isinstance(child.news, EngineInfo))
 
     def start(self) -> None:
         """Bring everything up; returns when the instance serves.
@@ -201,11 +206,11 @@ class Instance:
         Raises:
             StartupError, ConfigError: as `start`; the embedded store then still runs, for another try or for `stop`.
         """
-        if self._with_api and any(child.name == "api" and child.info for child in self._children):
+        if self._with_api and any(child.name == "api" and child.up for child in self._children):
             self.config = dataclasses.replace(self.config, port=self.port)
-        engine = next((child.info for child in self._children if child.name == "engine" and child.info), None)
-        if engine is not None and engine["pd_address"]:
-            port = int(engine["pd_address"].rpartition(":")[2])
+        engine = next((child.news for child in self._children if isinstance(child.news, EngineInfo)), None)
+        if engine is not None and engine.pd_address:
+            port = int(engine.pd_address.rpartition(":")[2])
             self.config = dataclasses.replace(self.config, disagg_pd_port=port)
         try:
             self._end_processes(graceful=False)
@@ -261,7 +266,7 @@ class Instance:
         self._children.append(_Child(f"{kind}-{rank}" if kind == "worker" else kind, process, ours))
 
     def _wait_ready(self, deadline: Deadline) -> None:
-        while waiting := [child for child in self._children if child.info is None]:
+        while waiting := [child for child in self._children if not child.up]:
             if self._stopping:
                 raise StartupError("stopped while it came up")
             wait([child.pipe for child in waiting], min(_WATCH_S, deadline.remaining()))
@@ -276,11 +281,11 @@ class Instance:
     @staticmethod
     def _take_news(child: _Child) -> None:
         try:
-            while child.info is None and child.pipe.poll():
+            while not child.up and child.pipe.poll():
                 what, value = child.pipe.recv()
                 if what == "failed":
                     raise value
-                child.info = value
+                child.up, child.news = True, value
         except (EOFError, OSError):
             child.process.join(1.0)
 

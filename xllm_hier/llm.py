@@ -13,13 +13,14 @@ import itertools
 import threading
 from collections.abc import Coroutine, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 from tqdm import tqdm
 
+from .calls import ClearCache, GetStats
 from .config import EngineConfig
 from .engine_client import EngineClient
 from .errors import ConfigError, EngineDeadError, RequestError
@@ -149,11 +150,12 @@ class LLM:
 
     def clear_cache(self, tiers: Sequence[str] = ("device", "host", "store")) -> dict[str, Any]:
         """Empty tiers of the cache; blocks in use stay. Raises RequestError for an unknown tier."""
-        return self._run(self._engine().call("clear_cache", _CALL_S, tiers=list(tiers)))
+        answer = self._run(self._engine().call(ClearCache(list(tiers)), _CALL_S))
+        return asdict(answer)
 
     def stats(self) -> dict[str, Any]:
-        """The engine's figures: blocks, tokens by tier, transfers, queues."""
-        return self._run(self._engine().call("stats", _CALL_S))
+        """The engine's figures: blocks, tokens by tier, transfers, queues; the body of /cache/stats."""
+        return self._run(self._engine().call(GetStats(), _CALL_S)).to_json()
 
     def close(self) -> None:
         """Stop the instance and its processes; a second call does nothing."""

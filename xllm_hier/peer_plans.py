@@ -16,7 +16,6 @@ They travel in an envelope that says which version of them it holds (`engine/pai
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from .plans import AddRequest, Ints, PromptUsage, RequestOutput, TransferEndpoint
 
@@ -29,7 +28,7 @@ class Hello:
     limit before may still write if `uncertain`. `facts` must be equal on both sides; where `numerics_id` is not, bits
     may differ."""
 
-    facts: dict[str, Any]
+    facts: dict[str, str | int | None]
     numerics_id: str
     endpoints: list[TransferEndpoint]
     uncertain: bool = False
@@ -39,7 +38,7 @@ class Hello:
 class Welcome:
     """Answer to Hello: the two are linked, or not, and why not."""
 
-    facts: dict[str, Any]
+    facts: dict[str, str | int | None]
     numerics_id: str
     endpoints: list[TransferEndpoint]
     refused: str = ""

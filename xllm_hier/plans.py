@@ -1,7 +1,7 @@
-"""The messages between api, engine and workers; each is complete in itself and packed by `wire`.
+"""Requests and plans: the messages between api, engine and workers that compute something, packed by `wire`.
 
 Integer arrays are numpy int32 (`Ints`), so that a block table costs its bytes and not a list of objects. The worker
-keeps no block bookkeeping: whatever a plan needs, it carries.
+keeps no block bookkeeping: each plan carries all that it needs. Questions and orders beside them are in `calls.py`.
 """
 
 from __future__ import annotations
@@ -70,20 +70,6 @@ class AbortRequest:
     request_id: str
 
 
-@dataclass(frozen=True)
-class Call:
-    """A question or an order to the engine, answered by one `CallResult` with the same `call_id`.
-
-    `method`: `info` | `stats` | `clear_cache` (args: tiers) | `drain` (refuse new requests, answer when none is open) |
-    `decode_instances` (args: instances, the control addresses of those in the registry by name) | `attach_store` |
-    `detach_store`.
-    """
-
-    call_id: int
-    method: str
-    args: dict[str, Any] = field(default_factory=dict)
-
-
 # ------------------------------------------------------------------------------------------ engine -> api
 
 
@@ -132,15 +118,6 @@ class StepOutputs:
     """All outputs of one engine step in one message."""
 
     outputs: list[RequestOutput]
-
-
-@dataclass(frozen=True)
-class CallResult:
-    """Answer to a `Call`; `error` None means it worked."""
-
-    call_id: int
-    value: dict[str, Any]
-    error: str | None = None
 
 
 # ---------------------------------------------------------------------------------------- engine -> worker
@@ -362,55 +339,7 @@ class CompareBlocks:
     second: Ints
 
 
-@dataclass(frozen=True)
-class WorkerCall:
-    """An order to one worker outside of the plans, answered at any time.
-
-    `stats` | `clear_store` | `attach_store` (args: settings that say where it is) | `detach_store` | `ping` | `stop`.
-    """
-
-    call_id: int
-    method: str
-    args: dict[str, Any] = field(default_factory=dict)
-
-
 # ---------------------------------------------------------------------------------------- worker -> engine
-
-
-@dataclass(frozen=True)
-class TypeSizes:
-    """Blocks of one BlockType on one rank: how many in each tier, of `block_bytes` each on the device in all domains
-    together, and the `span` of its restore rule."""
-
-    block_type: str
-    span: int
-    num_device_blocks: int
-    num_host_blocks: int
-    block_bytes: int
-
-
-@dataclass(frozen=True)
-class WorkerReady:
-    """What a worker brings: sizes found after the model was loaded. `num_device_blocks`, `num_host_blocks` and
-    `block_bytes` are those of the model's first BlockType, `types` has all; empty stands for KV alone. `endpoint`:
-    where peers reach its device blocks, None without PD."""
-
-    rank: int
-    num_device_blocks: int
-    num_host_blocks: int
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: list[int]
-    block_bytes: int
-    details: dict[str, Any]
-    types: list[TypeSizes] = field(default_factory=list)
-    endpoint: TransferEndpoint | None = None
-
-    @property
-    def all_types(self) -> list[TypeSizes]:
-        """The sizes of each BlockType of the model, the first one's first."""
-        kv = TypeSizes("KV", 0, self.num_device_blocks, self.num_host_blocks, self.block_bytes)
-        return self.types or [kv]
 
 
 MISS, HIT, UNKNOWN = 0, 1, 2
@@ -527,12 +456,3 @@ class BlocksCompared:
     compare_id: int
     rank: int
     verdicts: bytes
-
-
-@dataclass(frozen=True)
-class WorkerResult:
-    """Answer to a WorkerCall."""
-
-    call_id: int
-    rank: int
-    value: dict[str, Any]

@@ -24,15 +24,14 @@ def _configuration(argv: Sequence[str]) -> EngineConfig:
 
 def _announce(instance: Instance) -> None:
     config, info = instance.config, instance.info
-    types = info["block_types"]
-    blocks = " and ".join(
-        f"{' + '.join(f'{types[kind][tier]} {kind}' for kind in types)} {tier}" for tier in ("device", "host")
-    )
-    print(f"xllm_hier serves {info['model']} at http://{config.host}:{instance.port}", flush=True)
-    print(f"  {blocks} blocks of {info['block_size']} tokens, store {info['store_state']}", flush=True)
-    print(f"  longest request {info['max_model_len']} tokens", flush=True)
+    types = info.block_types.items()
+    device = " + ".join(f"{sizes.device} {kind}" for kind, sizes in types)
+    host = " + ".join(f"{sizes.host} {kind}" for kind, sizes in types)
+    print(f"xllm_hier serves {info.model} at http://{config.host}:{instance.port}", flush=True)
+    print(f"  {device} device and {host} host blocks of {info.block_size} tokens, store {info.store_state}", flush=True)
+    print(f"  longest request {info.max_model_len} tokens", flush=True)
     if config.enable_disagg_pd:
-        print(f"  {config.instance_role} instance, reached by its peers at {info['pd_address']}", flush=True)
+        print(f"  {config.instance_role} instance, reached by its peers at {info.pd_address}", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

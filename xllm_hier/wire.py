@@ -16,21 +16,24 @@ import msgpack
 import numpy as np
 import zmq
 
-from . import peer_plans, plans
+from . import calls, figures, peer_plans, plans
 from .errors import WireError
 
 _INTS, _MESSAGE = 1, 2
 _CONNECT_MS = 5000
 _CLASSES: dict[str, tuple[type, int]] = {
     name: (thing, len(dataclasses.fields(thing)))
-    for name, thing in [*vars(plans).items(), *vars(peer_plans).items()]
+    for module in (plans, figures, calls, peer_plans)
+    for name, thing in vars(module).items()
     if isinstance(thing, type) and dataclasses.is_dataclass(thing)
 }
 
 
 def _fields_getter(kind: type) -> Callable[[Any], tuple[Any, ...]]:
     names = [item.name for item in dataclasses.fields(kind)]
-    return operator.attrgetter(*names) if len(names) > 1 else lambda message: (getattr(message, names[0]),)
+    if len(names) > 1:
+        return operator.attrgetter(*names)
+    return lambda message: tuple(getattr(message, name) for name in names)
 
 
 _FIELDS_OF = {kind: _fields_getter(kind) for kind, _ in _CLASSES.values()}  # made once: a step packs hundreds
@@ -47,7 +50,7 @@ def _extension(value: Any) -> msgpack.ExtType:
 
 
 def pack(message: Any) -> bytes:
-    """Bytes of a message class of `plans` or `peer_plans`. Raises WireError for anything else inside or out."""
+    """Bytes of a dataclass of `plans`, `figures`, `calls` or `peer_plans`. Raises WireError for anything else in it."""
     name, fields_of = type(message).__name__, _FIELDS_OF.get(type(message))
     if fields_of is None:
         raise WireError(f"{name} is not a message")

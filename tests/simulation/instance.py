@@ -18,7 +18,8 @@ from xllm_hier.engine.pair.handover import Handover
 from xllm_hier.engine.pair.prefill import PrefillRole
 from xllm_hier.engine.steps.step import Advanced
 from xllm_hier.errors import EngineDeadError
-from xllm_hier.plans import PrefetchFromStorage, ProbeStorage, PushBlocks, RequestOutput, TransferBlocks, WorkerReady
+from xllm_hier.figures import WorkerReady
+from xllm_hier.plans import PrefetchFromStorage, ProbeStorage, PushBlocks, RequestOutput, TransferBlocks
 
 from . import invariants
 from .contents import Contents

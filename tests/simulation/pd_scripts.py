@@ -8,9 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from xllm_hier.calls import ClearCache
+
 from . import scripts
 from .cluster import Cluster, Pair
-from .scripts import GENTLE, Event
+from .scripts import GENTLE, QUESTIONS, Event
 from .world import Settings
 
 
@@ -44,10 +46,10 @@ def happen(cluster: Cluster, event: Event) -> None:
     elif what == "clear":
         where, *tiers = args
         if where in cluster.instances:
-            cluster.instances[where].call("clear_cache", tiers=tiers)
+            cluster.instances[where].call(ClearCache(list(tiers)))
     elif what in ("drain", "stats"):
         if args[0] in cluster.instances:
-            cluster.instances[args[0]].call(what)
+            cluster.instances[args[0]].call(QUESTIONS[what])
     elif what == "fault":
         cluster.fault(*args)
     elif what == "kill":

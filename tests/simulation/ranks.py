@@ -18,6 +18,18 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from xllm_hier.block import BlockType
+from xllm_hier.calls import (
+    ClearStore,
+    GetWorkerStats,
+    Ping,
+    Stop,
+    StoreCleared,
+    StoreState,
+    SwitchStore,
+    WorkerCall,
+    WorkerResult,
+)
+from xllm_hier.figures import DraftDetails, ModelDetails, TypeSizes, WorkerReady, WorkerState, WorkerStats
 from xllm_hier.plans import (
     EQUAL,
     HIT,
@@ -41,11 +53,7 @@ from xllm_hier.plans import (
     TransferBlocks,
     TransferEndpoint,
     TransferKvBlocks,
-    TypeSizes,
     UnlinkPeer,
-    WorkerCall,
-    WorkerReady,
-    WorkerResult,
     ints,
 )
 
@@ -315,23 +323,21 @@ class Rank:
 
     def announce(self) -> None:
         model = self.all.model
-        details: dict[str, Any] = {"block_size": self.all.contents.block_size}
-        details |= {"strides": model.strides, "scan_tokens": model.scan_tokens}
+        draft = None
         if self.all.contents.draft:
-            details["draft"] = {"component": "draft", "needs_hidden": self.all.contents.needs_hidden}
-            details["draft"]["types"] = [kind.value for kind in self.all.contents.draft_types]
+            types = [kind.value for kind in self.all.contents.draft_types]
+            draft = DraftDetails("draft", types, self.all.contents.needs_hidden)
         self.answers.inbox.append(
             WorkerReady(
                 self.number,
-                model.sizes[0].num_device_blocks,
-                model.sizes[0].num_host_blocks,
+                list(model.sizes),
+                self.all.contents.block_size,
                 model.max_model_len,
                 VOCABULARY,
-                [],
-                BLOCK_BYTES,
-                details,
-                list(model.sizes),
-                self._endpoint(),
+                model=ModelDetails(scan_tokens=model.scan_tokens),
+                draft=draft,
+                strides=model.strides,
+                endpoint=self._endpoint(),
             )
         )
 
@@ -473,28 +479,26 @@ class Rank:
             self._advance()
 
     def _on_call(self, call: WorkerCall) -> None:
-        if call.method == "ping":
-            state: dict[str, float] = {
-                "collectives": 0,
-                "loaded_bytes": self.num_loaded * BLOCK_BYTES,
-                "load_s": self.load_s,
-            }
+        if isinstance(call.question, Ping):
+            state = WorkerState(loaded_bytes=self.num_loaded * BLOCK_BYTES, load_s=self.load_s)
             self._answer("ping", WorkerResult(call.call_id, self.number, state))
-        elif call.method == "stats":
-            self._answer("stats", WorkerResult(call.call_id, self.number, {"store_state": "attached"}))
-        elif call.method == "clear_store":
+        elif isinstance(call.question, GetWorkerStats):
+            self._answer("stats", WorkerResult(call.call_id, self.number, WorkerStats(store_state="attached")))
+        elif isinstance(call.question, ClearStore):
             self._submit("put", lambda: lambda: self._clear_store(call))
-        else:
-            self.attached = call.method == "attach_store"
-            now = {"state": "attached" if self.attached else "detached"}
+        elif isinstance(call.question, SwitchStore):
+            self.attached = call.question.place is not None
+            now = StoreState("attached" if self.attached else "detached")
             self._answer("switch", WorkerResult(call.call_id, self.number, now))
+        else:
+            assert isinstance(call.question, Stop), call
 
     def _clear_store(self, call: WorkerCall) -> None:
-        value: dict[str, Any] = {"removed": 0}
+        value = StoreCleared(0)
         if self.number == 0 and not self.all.store_up:
-            value["error"] = "the store is degraded: nothing was removed"
+            value = StoreCleared(0, "the store is degraded: nothing was removed")
         elif self.number == 0:
-            value["removed"] = self.all.clear_stores()
+            value = StoreCleared(self.all.clear_stores())
         self._answer("clear", WorkerResult(call.call_id, self.number, value))
 
     def _advance(self) -> None:

@@ -12,9 +12,17 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from xllm_hier.block import BlockType
+from xllm_hier.calls import AttachStore, ClearCache, DetachStore, Drain, GetStats, Question
 
 from .contents import VOCABULARY, reference, root_value
 from .world import Settings, World
+
+QUESTIONS: dict[str, Question[Any]] = {
+    "drain": Drain(),
+    "stats": GetStats(),
+    "attach_store": AttachStore(),
+    "detach_store": DetachStore(),
+}
 
 Event = tuple[Any, ...]  # (time in s, what, its arguments...)
 
@@ -44,9 +52,9 @@ def happen(world: World, event: Event) -> None:
     elif what == "abort":
         world.abort(*args)
     elif what == "clear":
-        world.call("clear_cache", tiers=list(args))
-    elif what in ("drain", "stats", "attach_store", "detach_store"):
-        world.call(what)
+        world.call(ClearCache(list(args)))
+    elif what in QUESTIONS:
+        world.call(QUESTIONS[what])
     elif what == "fault":
         kind, ranks, amount = args
         world.ranks.arm(kind, [rank for rank in ranks if rank < world.settings.num_ranks], amount)

@@ -13,25 +13,15 @@ from typing import Any
 from unittest import mock
 
 from xllm_hier.block import BlockType
+from xllm_hier.calls import Call, CallResult, Drain, Question
 from xllm_hier.config import EngineConfig
 from xllm_hier.engine.blocks.pool import BlockPool, BlockState
 from xllm_hier.engine.blocks.sequence import Sequence
 from xllm_hier.engine.core import EngineCore
 from xllm_hier.engine.remote_worker import RemoteWorkers
 from xllm_hier.errors import EngineDeadError
-from xllm_hier.plans import (
-    AbortRequest,
-    AddRequest,
-    Call,
-    CallResult,
-    PromptUsage,
-    RequestOutput,
-    SamplingSpec,
-    StepOutputs,
-    TypeSizes,
-    WorkerReady,
-    ints,
-)
+from xllm_hier.figures import TypeSizes, WorkerReady
+from xllm_hier.plans import AbortRequest, AddRequest, PromptUsage, RequestOutput, SamplingSpec, StepOutputs, ints
 
 from . import invariants
 from .contents import DRAFT, POISON, Contents, Part
@@ -361,10 +351,10 @@ class World:
             self.asked[name].aborted = True
             self.api.inbox.append(AbortRequest(name))
 
-    def call(self, method: str, **args: Any) -> int:
+    def call(self, question: Question[Any]) -> int:
         self.num_calls += 1
-        self.draining = self.draining or method == "drain"
-        self.api.inbox.append(Call(self.num_calls, method, args))
+        self.draining = self.draining or isinstance(question, Drain)
+        self.api.inbox.append(Call(self.num_calls, question))
         return self.num_calls
 
     def _on_output(self, message: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, ConfigDict, Field
 
+from ..calls import AttachStore, ClearCache, DetachStore, GetStats, StorePlace, StoreSwitched
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..openai.refusals import Refusal
@@ -52,13 +53,16 @@ class ClearRequest(BaseModel):
 @router.post("/clear")
 async def clear(body: ClearRequest, request: Request) -> dict[str, Any]:
     """Empty tiers of the cache; blocks in use stay."""
-    return await handlers_of(request).client.call("clear_cache", _CALL_S, tiers=list(dict.fromkeys(body.tiers)))
+    tiers: list[str] = list(dict.fromkeys(body.tiers))
+    answer = await handlers_of(request).client.call(ClearCache(tiers), _CALL_S)
+    return dataclasses.asdict(answer)
 
 
 @router.get("/stats")
 async def stats(request: Request) -> dict[str, Any]:
     """The engine's figures, fresh."""
-    values: dict[str, Any] = _json_safe(await handlers_of(request).client.call("stats", _CALL_S))
+    found = await handlers_of(request).client.call(GetStats(), _CALL_S)
+    values: dict[str, Any] = _json_safe(found.to_json())
     return values
 
 
@@ -75,8 +79,8 @@ class StoreAddress(BaseModel):
 async def store(request: Request) -> dict[str, Any]:
     """The store's state and addresses."""
     handlers = handlers_of(request)
-    found = await handlers.client.call("stats", _CALL_S)
-    return _described(handlers.store_config, str(found.get("store_state", "detached")))
+    found = await handlers.client.call(GetStats(), _CALL_S)
+    return _described(handlers.store_config, found.workers.store_state)
 
 
 @router.put("/store")
@@ -92,19 +96,22 @@ async def attach(body: StoreAddress, request: Request) -> dict[str, Any]:
         raise Refusal(str(error), param=error.name) from None
     if not config.store_master_server_address:
         raise Refusal("say where the store is", param="store_master_server_address")
-    answer = await handlers.client.call("attach_store", _CALL_S, **given)
+    answer = await handlers.client.call(AttachStore(StorePlace(**given)), _CALL_S)
     handlers.store_config = config
     if handlers.registration is not None:
         handlers.registration.renew(config)
-    return {**_described(config, answer["state"]), **answer}
+    return _switched(config, answer)
 
 
 @router.delete("/store")
 async def detach(request: Request) -> dict[str, Any]:
     """Ask the store for nothing more; device and host tier go on."""
     handlers = handlers_of(request)
-    answer = await handlers.client.call("detach_store", _CALL_S)
-    return {**_described(handlers.store_config, answer["state"]), **answer}
+    return _switched(handlers.store_config, await handlers.client.call(DetachStore(), _CALL_S))
+
+
+def _switched(config: EngineConfig, answer: StoreSwitched) -> dict[str, Any]:
+    return {**_described(config, answer.state), **({"why": answer.why} if answer.why else {})}
 
 
 def _described(config: EngineConfig, state: str) -> dict[str, Any]:
@@ -119,7 +126,7 @@ def _json_safe(value: Any) -> Any:
     """JSON knows no infinity, the last border of a histogram: it becomes `+Inf`, Prometheus' word."""
     if isinstance(value, dict):
         return {str(key): _json_safe(item) for key, item in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return [_json_safe(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return {math.inf: "+Inf", -math.inf: "-Inf"}.get(value)

@@ -71,7 +71,7 @@ def _model_card(handlers: RequestHandlers) -> dict[str, Any]:
         "object": "model",
         "created": handlers.created,
         "owned_by": "xllm_hier",
-        "root": handlers.client.info.get("model_id", handlers.model.name),
+        "root": handlers.client.info.model_id,
         "parent": None,
         "max_model_len": handlers.model.max_model_len,
     }
@@ -87,9 +87,8 @@ async def health(request: Request) -> Response:
         return JSONResponse({"status": "draining", "store": handlers.stats.store_state}, 503)
     values = await handlers.stats.refresh(_STATS_S)
     store = handlers.stats.store_state
-    alarm = bool(values.get("cache_alarm"))
-    pair = values.get("pd", {})
-    alone = pair.get("role") == "PREFILL" and "linked" not in pair["peers"].values()
+    alarm, pair = values.cache_alarm, values.pd
+    alone = pair is not None and pair.role == "PREFILL" and "linked" not in pair.peers.values()
     wrong = alarm or alone or store in ("degraded", "open")
     return JSONResponse(
         {
@@ -97,10 +96,10 @@ async def health(request: Request) -> Response:
             "store": store,
             "cache_alarm": alarm,
             "engine_answers": handlers.stats.fresh,
-            "running": values.get("running", 0),
-            "waiting": values.get("waiting", 0),
+            "running": values.running,
+            "waiting": values.waiting,
             "version": __version__,
-            **({"role": pair["role"], "peers": pair["peers"]} if pair else {}),
+            **({"role": pair.role, "peers": pair.peers} if pair is not None else {}),
             **({"registry": handlers.registration.state} if handlers.registration is not None else {}),
         }
     )

@@ -23,7 +23,7 @@ from ..openai.streaming import ServerSentEvents, until_disconnected
 from ..openai.tokenizer import Tokenizer
 from .answers import ChatView, ChoiceView, CompletionView, stream_chunks, whole_answer
 from .generation import Admission, Choice, Generation, Prompt
-from .metrics import ApiMetrics, EngineStats
+from .metrics import ApiMetrics, StatsCache
 from .registration import Registration
 
 
@@ -42,7 +42,7 @@ class RequestHandlers:
         self.config = config
         self.registration: Registration | None = None
         self.store_config = config  # where the store is now: it can be attached elsewhere
-        self.stats = EngineStats(client)
+        self.stats = StatsCache(client)
         self.metrics = ApiMetrics(self.stats)
         self.admission = Admission(config.max_waiting_requests)
         self.created = int(time.time())

@@ -7,11 +7,12 @@ import ipaddress
 import logging
 import os
 import time
-from typing import Any
 
+from ..calls import SetDecodeInstances
 from ..config import EngineConfig
 from ..engine_client import EngineClient
 from ..errors import EngineDeadError, RequestError
+from ..figures import EngineInfo
 from ..machine import split_address
 from ..registry import ROLES, Etcd, InstanceInfo, Membership, instances_of
 
@@ -42,31 +43,31 @@ def _global(address: str, config: EngineConfig) -> str:
     return f"{config.reachable_host}:{port}" if local else address
 
 
-def describe(config: EngineConfig, info: dict[str, Any], port: int) -> InstanceInfo:
-    """What the registry is to hold of an instance whose engine told `info` and whose HTTP server listens on `port`."""
-    sessions = [split_address(session) for session in info["transfer_endpoints"]]
+def describe(config: EngineConfig, info: EngineInfo, port: int) -> InstanceInfo:
+    """The registry's entry for an instance whose engine told `info` and whose HTTP server listens on `port`."""
+    sessions = [split_address(session) for session in info.transfer_endpoints]
     name = f"{config.reachable_host}:{port}"
     return InstanceInfo(
         name=name,
         rpc_address=name,
-        incarnation_id=info["incarnation"],
+        incarnation_id=info.incarnation,
         register_ts_ms=int(time.time() * 1000),
         type=ROLES.index(config.instance_role),
         addrs=[host for host, _ in sessions],
         ports=[port for _, port in sessions],
-        kv_split_size=info["tp_size"],
-        cluster_ids=list(range(info["tp_size"])),
-        model=info["model"],
-        model_id=info["model_id"],
-        block_size=info["block_size"],
-        tp_size=info["tp_size"],
-        max_model_len=info["max_model_len"],
-        types=[[name, sizes["span"]] for name, sizes in info["block_types"].items()],
-        events=info["events"],
-        replay=info["replay"],
-        pd_address=info["pd_address"],
+        kv_split_size=info.tp_size,
+        cluster_ids=list(range(info.tp_size)),
+        model=info.model,
+        model_id=info.model_id,
+        block_size=info.block_size,
+        tp_size=info.tp_size,
+        max_model_len=info.max_model_len,
+        types=[[name, sizes.span] for name, sizes in info.block_types.items()],
+        events=info.events,
+        replay=info.replay,
+        pd_address=info.pd_address,
         store=store_name(config),
-        store_keys=info["store_keys"],
+        store_keys=info.store_keys,
     )
 
 
@@ -121,7 +122,7 @@ class Registration:
 
     async def _tell(self, found: dict[str, str]) -> None:
         try:
-            await self._client.call("decode_instances", _CALL_S, instances=found)
+            await self._client.call(SetDecodeInstances(found), _CALL_S)
             self._decode_instances = found
         except (TimeoutError, RequestError, EngineDeadError) as error:
             log.warning("the engine was not told of the decode instances, the next round tries again: %s", error)

@@ -7,6 +7,7 @@ import logging
 import socket
 from collections.abc import Callable
 
+from ..calls import Drain
 from ..config import EngineConfig
 from ..engine_client import EngineClient
 from ..errors import EngineDeadError, RequestError
@@ -77,7 +78,7 @@ async def _drain(handlers: RequestHandlers) -> None:
     limit_s = handlers.config.drain_timeout_s
     _log.info("draining: %d open requests, at most %g s", handlers.admission.num_open, limit_s)
     try:
-        await handlers.client.call("drain", limit_s)
+        await handlers.client.call(Drain(), limit_s)
     except (TimeoutError, RequestError, EngineDeadError) as error:
         _log.warning("the engine did not drain: %s", error or f"no answer in {limit_s:g} s")
     end = Deadline(CLOSE_S)

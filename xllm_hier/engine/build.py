@@ -10,7 +10,7 @@ import zmq
 
 from ..block import BlockType
 from ..config import EngineConfig
-from ..plans import WorkerReady
+from ..figures import WorkerReady
 from .blocks.books import HierarchyBlockManagerPool
 from .blocks.journal import CacheJournal
 from .blocks.moves import WorkerLink
@@ -48,8 +48,7 @@ def build_parts(
     config: EngineConfig, workers: WorkerLink, ready: list[WorkerReady], links: PeerLinks | None
 ) -> EngineParts:
     """The parts of an engine whose ranks have said what they found in `ready`."""
-    details = ready[0].details
-    block_size = int(details["block_size"])
+    block_size, model = ready[0].block_size, ready[0].model
     policy = RestorePolicy(block_size, measured=config.restore_policy == "measured")
     journal = CacheJournal(block_size) if config.publishes_events else None
     manager = HierarchyBlockManagerPool(
@@ -60,13 +59,13 @@ def build_parts(
         policy=policy,
         journal=journal,
     )
-    exact = bool(details.get("batch_invariant")) and config.decode_kv_reuse != "as_is"
+    exact = model.batch_invariant and config.decode_kv_reuse != "as_is"
     scheduler = Scheduler(
         manager,
         max_tokens=config.max_tokens_per_batch,
         max_seqs=config.max_seqs_per_batch,
         chunk_tokens=config.chunk_tokens,
-        auditor=Auditor(manager, config.audit_rate, exact=exact, experts=bool(details.get("experts"))),
+        auditor=Auditor(manager, config.audit_rate, exact=exact, experts=model.experts),
         hands_over=links is not None and config.instance_role == "PREFILL",
     )
     max_model_len = min(ready[0].max_model_len, manager.most_tokens)
@@ -77,17 +76,16 @@ def build_parts(
 
 
 def _book_settings(config: EngineConfig, first: WorkerReady) -> BookSettings:
-    details = first.details
     return BookSettings(
-        int(details["block_size"]),
-        strides={BlockType(kind): tokens for kind, tokens in details.get("strides", {}).items()},
-        scan_tokens=int(details.get("scan_tokens", 1)),
+        first.block_size,
+        strides={BlockType(kind): tokens for kind, tokens in first.strides.items()},
+        scan_tokens=first.model.scan_tokens or 1,
         prefix_cache=config.enable_prefix_cache,
         decode_kv_reuse=config.decode_kv_reuse,
         limits=ReadLimits(
             config.prefetch_batch_size, config.prefetch_timeout, config.prefetch_deadline_ms, config.worker_timeout_s
         ),
-        drafting=drafting_of(config.num_speculative_tokens, details.get("draft")),
+        drafting=drafting_of(config.num_speculative_tokens, first.draft),
     )
 
 
@@ -108,5 +106,4 @@ def new_links(context: zmq.Context[Any], config: EngineConfig, ready: list[Worke
     if not config.enable_disagg_pd:
         return None
     endpoints = [answer.endpoint for answer in ready if answer.endpoint is not None]
-    numerics_id = str(ready[0].details.get("numerics_id", ""))
-    return PeerLinks(context, config, pd_facts(config, ready), endpoints, numerics_id)
+    return PeerLinks(context, config, pd_facts(config, ready), endpoints, ready[0].model.numerics_id)

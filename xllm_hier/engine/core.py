@@ -14,19 +14,17 @@ from typing import Any
 
 import zmq
 
+from ..calls import Call, Stop, WorkerCall, WorkerResult
 from ..config import EngineConfig
 from ..errors import EngineDeadError, XllmError
+from ..figures import EngineInfo, WorkerReady
 from ..plans import (
     AbortRequest,
     AddRequest,
     BlocksCompared,
-    Call,
     ForwardOutput,
     PullDone,
     StepOutputs,
-    WorkerCall,
-    WorkerReady,
-    WorkerResult,
 )
 from ..wire import Channel, Deadline, HasSocket
 from .build import build_parts, new_links
@@ -72,7 +70,7 @@ class EngineCore:
         self._policy, self._limits, self._exact = parts.policy, parts.limits, parts.exact
         self.publisher: KvPublisher | None = None
         self._also: list[HasSocket] = [api] if links is None else [api, links]
-        self._block_bytes = ready[0].block_bytes
+        self._block_bytes = ready[0].types[0].block_bytes
         self.report = EngineReport(config, ready, parts, links)
         self.calls = EngineCalls(api, workers, parts, self.report)
         self._mixed = False
@@ -204,11 +202,11 @@ class EngineCore:
         self._listen_to_peers()
         self._tell_of_caches()
         for rank, state in self.workers.take_states():
-            self._mixed |= bool(state.get("mixed_numerics"))
-            if "store_state" in state:
-                self.report.store_states[rank] = str(state["store_state"])
+            self._mixed |= state.mixed_numerics
+            if state.store_state:
+                self.report.store_states[rank] = state.store_state
             self.scheduler.auditor.exact = self._exact and not self._mixed
-            self._policy.loaded(rank, state.get("loaded_bytes", 0) / self._block_bytes, state.get("load_s", 0.0))
+            self._policy.loaded(rank, state.loaded_bytes / self._block_bytes, state.load_s)
         while (message := self.api.receive(0)) is not None:
             self._on_api(message)
         self.workers.check_alive()
@@ -270,7 +268,7 @@ class EngineCore:
             self.api.send(StepOutputs(outputs))
 
 
-def run_engine(config: EngineConfig, run_dir: str, ready: Callable[[dict[str, Any]], None]) -> int:
+def run_engine(config: EngineConfig, run_dir: str, ready: Callable[[EngineInfo], None]) -> int:
     """Body of the engine process: wait for the workers, tell `ready`, serve until SIGTERM. Returns the exit code."""
     context: zmq.Context[Any] = zmq.Context()
     api = Channel(context, api_address(run_dir), bind=True)
@@ -305,7 +303,7 @@ def run_engine(config: EngineConfig, run_dir: str, ready: Callable[[dict[str, An
             links.close()
         if core is not None and core.publisher is not None:
             core.publisher.close()
-        workers.broadcast(WorkerCall(0, "stop"))
+        workers.broadcast(WorkerCall(0, Stop()))
         workers.close()
         api.close()
         context.term()

@@ -1,12 +1,13 @@
-"""What the ranks of an instance tell, made one: sizes, what a peer must have in common with them, figures."""
+"""The answers of all ranks of an instance as one: sizes, facts that a peer must share, figures."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections import Counter
+from collections.abc import Sequence
 
 from ..config import EngineConfig
-from ..plans import TypeSizes, WorkerReady
+from ..figures import DraftDetails, Histogram, TransferFailures, TypeSizes, WorkerReady, WorkerStats
 from .blocks.settings import Drafting
 
 _STATE_ORDER = ("detached", "attached", "degraded", "open")  # from no worry to most
@@ -20,31 +21,30 @@ def common_sizes(ready: list[WorkerReady]) -> list[TypeSizes]:
             num_device_blocks=min(sizes.num_device_blocks for sizes in ours),
             num_host_blocks=min(sizes.num_host_blocks for sizes in ours),
         )
-        for ours in zip(*(answer.all_types for answer in ready), strict=True)
+        for ours in zip(*(answer.types for answer in ready), strict=True)
     ]
 
 
-def drafting_of(num_tokens: int, draft: dict[str, Any] | None) -> Drafting:
-    """`draft` is what a worker tells of its draft model, None without one."""
+def drafting_of(num_tokens: int, draft: DraftDetails | None) -> Drafting:
+    """The engine's view of `draft`, the draft model of the workers; None without one."""
     if draft is None:
         return Drafting(num_tokens)
-    return Drafting(num_tokens, True, draft["needs_hidden"], tuple(draft["types"]))
+    return Drafting(num_tokens, True, draft.needs_hidden, tuple(draft.types))
 
 
-def pd_facts(config: EngineConfig, ready: list[WorkerReady]) -> dict[str, Any]:
-    """What two instances must have in common to work on one request."""
-    details = ready[0].details
-    draft = details.get("draft") or {}
-    facts: dict[str, Any] = {
+def pd_facts(config: EngineConfig, ready: list[WorkerReady]) -> dict[str, str | int | None]:
+    """The facts that two instances must share to work on one request, by a name for people."""
+    first, draft = ready[0], ready[0].draft
+    facts: dict[str, str | int | None] = {
         "model_id": config.name_space,
-        "weights": details.get("identity"),
-        "draft_weights": draft.get("identity"),
-        "draft": draft.get("component"),
-        "block_size": details["block_size"],
+        "weights": first.identity or None,
+        "draft_weights": (draft.identity or None) if draft is not None else None,
+        "draft": draft.component if draft is not None else None,
+        "block_size": first.block_size,
         "tp_size": config.tp_size,
         "kv_cache_transfer_mode": config.kv_cache_transfer_mode,
     }
-    regions = ready[0].endpoint.regions if ready[0].endpoint is not None else []
+    regions = first.endpoint.regions if first.endpoint is not None else []
     return facts | {f"schema_hash of {one.role} {one.block_type} blocks": one.schema_hash for one in regions}
 
 
@@ -52,42 +52,44 @@ def store_keys(ready: list[WorkerReady]) -> dict[str, list[str]]:
     """By block type, the prefixes of the keys of all objects of one block, on all ranks and in all domains."""
     keys: dict[str, list[str]] = {}
     for answer in ready:
-        for kind, prefixes in answer.details.get("store_keys", {}).items():
+        for kind, prefixes in answer.store_keys.items():
             keys[kind] = list(dict.fromkeys([*keys.get(kind, []), *prefixes]))
     return keys
 
 
-def worst_state(states: list[str]) -> str:
+def worst_state(states: Sequence[str]) -> str:
     """Of the store's states on the ranks the one to worry about most; `detached` without any."""
     return max(states, key=_STATE_ORDER.index, default="detached")
 
 
-def merge_worker_stats(stats: list[dict[str, Any]]) -> dict[str, Any]:
-    """One view of all ranks: amounts add up, the store's state is the worst."""
-    merged: dict[str, Any] = {"transfer_bytes": {}, "transfer_seconds": {}, "transfer_failures": [], "store": {}}
-    failures: dict[tuple[str, str], int] = {}
+def merge_worker_stats(stats: Sequence[WorkerStats]) -> WorkerStats:
+    """The figures of all ranks as one: amounts add up, the store's state is the worst one's."""
+    moved, failures = Counter[str](), Counter[tuple[str, str]]()
+    seconds: dict[str, Histogram] = {}
+    store: dict[str, int] = {}
     for one in stats:
-        for kind, amount in one.get("transfer_bytes", {}).items():
-            merged["transfer_bytes"][kind] = merged["transfer_bytes"].get(kind, 0) + amount
-        for kind, cause, count in one.get("transfer_failures", []):
-            failures[kind, cause] = failures.get((kind, cause), 0) + count
-        for kind, histogram in one.get("transfer_seconds", {}).items():
-            into = merged["transfer_seconds"].setdefault(
-                kind, {"buckets": [[le, 0] for le, _ in histogram["buckets"]], "sum": 0.0, "count": 0}
-            )
-            into["buckets"] = [
-                [le, have + new] for (le, have), (_, new) in zip(into["buckets"], histogram["buckets"], strict=True)
-            ]
-            into["sum"] += histogram["sum"]
-            into["count"] += histogram["count"]
-        for name, amount in one.get("store", {}).items():
-            have = merged["store"].get(name, 0)
+        for kind, amount in one.transfer_bytes.items():
+            moved[kind] += amount
+        for failure in one.transfer_failures:
+            failures[failure.kind, failure.cause] += failure.count
+        for kind, histogram in one.transfer_seconds.items():
+            seconds[kind] = _added(seconds[kind], histogram) if kind in seconds else histogram
+        for name, amount in one.store.items():
+            have = store.get(name, 0)
             # A logical block is hit or missed once, however many ranks have a part of it.
-            merged["store"][name] = max(have, amount) if name.endswith("_blocks") else have + amount
-    states = [one.get("store_state", "detached") for one in stats]
-    merged["store_state"] = worst_state(states)
-    merged["store_refused"] = next((text for one in stats if (text := one.get("store_refused"))), "")
-    if merged["store_refused"]:  # a rank that has nothing of its own in the store does not know
-        merged["store_state"] = "detached"
-    merged["transfer_failures"] = [[kind, cause, count] for (kind, cause), count in sorted(failures.items())]
-    return merged
+            store[name] = max(have, amount) if name.endswith("_blocks") else have + amount
+    refused = next((one.store_refused for one in stats if one.store_refused), "")
+    return WorkerStats(
+        dict(moved),
+        seconds,
+        [TransferFailures(kind, cause, count) for (kind, cause), count in sorted(failures.items())],
+        store,
+        # A rank that has nothing of its own in the store does not know that the store is refused.
+        "detached" if refused else worst_state([one.store_state for one in stats]),
+        refused,
+    )
+
+
+def _added(first: Histogram, second: Histogram) -> Histogram:
+    buckets = [(border, have + more) for (border, have), (_, more) in zip(first.buckets, second.buckets, strict=True)]
+    return Histogram(buckets, first.sum + second.sum, first.count + second.count)

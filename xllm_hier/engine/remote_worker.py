@@ -8,8 +8,9 @@ from typing import Any
 
 import zmq
 
+from ..calls import Ping, WorkerCall, WorkerResult
 from ..errors import EngineDeadError, StartupError
-from ..plans import WorkerCall, WorkerReady, WorkerResult
+from ..figures import WorkerReady, WorkerState
 from ..wire import Channel, Deadline, HasSocket, wait_readable
 
 POLL_S = 0.2  # how often a silent wait looks whether the other side still lives
@@ -47,7 +48,7 @@ class RemoteWorkers:
         self._silence_limit_s = silence_limit_s
         self._next_ping = float("inf")
         self._pinged: dict[int, float] = {}  # when a rank was pinged that has said nothing since
-        self._states: dict[int, dict[str, Any]] = {}
+        self._states: dict[int, WorkerState] = {}
         self._fresh: set[int] = set()
 
     def wait_ready(self, timeout_s: float) -> list[WorkerReady]:
@@ -76,15 +77,15 @@ class RemoteWorkers:
         for rank, channel in enumerate(self._answers):
             while channel in readable and (message := channel.receive(0)) is not None:
                 self._pinged.pop(rank, None)
-                if isinstance(message, WorkerResult) and message.call_id == _PING:
-                    self._states[message.rank] = message.value
+                if isinstance(message, WorkerResult) and isinstance(message.answer, WorkerState):
+                    self._states[message.rank] = message.answer
                     self._fresh.add(message.rank)
                 else:
                     messages.append(message)
         return messages
 
-    def take_states(self) -> list[tuple[int, dict[str, Any]]]:
-        """What ranks told of themselves since the last call."""
+    def take_states(self) -> list[tuple[int, WorkerState]]:
+        """The states that ranks have told since the last call, by rank."""
         fresh, self._fresh = self._fresh, set()
         return [(rank, self._states[rank]) for rank in sorted(fresh)]
 
@@ -106,7 +107,7 @@ class RemoteWorkers:
             for rank in range(self.num_workers):
                 if rank not in self._pinged:
                     self._pinged[rank] = now
-                    self._plans[rank].send(WorkerCall(_PING, "ping"))
+                    self._plans[rank].send(WorkerCall(_PING, Ping()))
 
     def all_answer(self, limit_s: float) -> bool:
         """No rank has left a ping unanswered for so long."""
@@ -125,7 +126,7 @@ class RemoteWorkers:
         deaf = [rank for rank, since in self._pinged.items() if time.monotonic() - since > period]
         if deaf:
             return f"{_named(deaf)} stopped or hangs"
-        calls = {rank: self._states[rank]["collectives"] for rank in silent if rank in self._states}
+        calls = {rank: self._states[rank].collectives for rank in silent if rank in self._states}
         behind = [rank for rank in calls if calls[rank] == min(calls.values())]
         if len(behind) < len(calls):
             where = ", ".join(f"{rank}: {calls[rank]}" for rank in sorted(calls))

@@ -1,7 +1,8 @@
-"""What an engine tells of itself: facts that stay, figures that grow, and its load for whoever routes."""
+"""The engine's report of itself: facts that stay, figures that grow, and its load for a router."""
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections import deque
@@ -9,7 +10,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..config import EngineConfig
-from ..plans import ForwardOutput, TypeSizes, WorkerReady
+from ..figures import (
+    EngineInfo,
+    EngineStats,
+    PairStats,
+    TransferFailures,
+    TypeInfo,
+    TypeSizes,
+    WorkerReady,
+    WorkerStats,
+)
+from ..plans import ForwardOutput
 from ..version import __version__
 from .build import EngineParts
 from .pair.links import PeerLinks
@@ -42,8 +53,8 @@ class StepTotals:
 class EngineReport:
     """Reads the scheduler and the block books when asked; holds only what nobody else keeps.
 
-    The engine's loop adds to `totals` and `store_states`, and sets `publisher` once there is one. `worker_stats` is
-    what the ranks said last, merged.
+    The engine's loop adds to `totals` and `store_states`, and sets `publisher` once there is one. `worker_stats` are
+    the ranks' last figures, merged.
     """
 
     def __init__(
@@ -60,52 +71,45 @@ class EngineReport:
         self.publisher: KvPublisher | None = None
         self.totals = StepTotals()
         self.store_states: dict[int, str] = {}
-        self.worker_stats: dict[str, Any] = {"store_state": first.details.get("store_state", "detached")}
+        self.worker_stats = WorkerStats(store_state=first.store_state)
         # What all ranks hold alike lies on the host once, and counts once.
         self._tier_bytes = {
-            "device": sum(
-                sizes.num_device_blocks * sizes.block_bytes for answer in ready for sizes in answer.all_types
-            ),
-            "host": sum(int(answer.details.get("host_bytes", 0)) for answer in ready),
+            "device": sum(sizes.num_device_blocks * sizes.block_bytes for answer in ready for sizes in answer.types),
+            "host": sum(answer.host_bytes for answer in ready),
         }
         self._started = time.monotonic()
 
-    def info(self) -> dict[str, Any]:
-        """What a client must know of the instance: names, limits, sizes."""
+    def info(self) -> EngineInfo:
+        """The facts of the instance, for its client and its launcher."""
         config, links, publisher = self._config, self._links, self.publisher
         first, sizes = self._ready[0], common_sizes(self._ready)
-        return {
-            "model": config.api_model_name,
-            "model_id": config.name_space,
-            "version": __version__,
-            "max_model_len": self._limits.max_model_len,
-            "vocab_size": self._limits.vocab_size,
-            "eos_token_ids": first.eos_token_ids,
-            "block_size": int(first.details["block_size"]),
-            "num_device_blocks": sizes[0].num_device_blocks,
-            "num_host_blocks": sizes[0].num_host_blocks,
-            "block_types": {one.block_type: self._type_info(one) for one in sizes},
-            "store_state": self.worker_stats.get("store_state", "detached"),
-            "tp_size": len(self._ready),
-            "tier_bytes": self._tier_bytes,
-            "details": first.details,
-            "pd_address": links.address if links is not None else "",
-            "incarnation": self._incarnation,
-            "events": publisher.events_address if publisher is not None else "",
-            "replay": publisher.replay_address if publisher is not None else "",
-            "store_keys": store_keys(self._ready),
-            "transfer_endpoints": [answer.endpoint.session for answer in self._ready if answer.endpoint is not None],
-        }
+        return EngineInfo(
+            model=config.api_model_name,
+            model_id=config.name_space,
+            version=__version__,
+            max_model_len=self._limits.max_model_len,
+            vocab_size=self._limits.vocab_size,
+            eos_token_ids=first.eos_token_ids,
+            block_size=first.block_size,
+            num_device_blocks=sizes[0].num_device_blocks,
+            num_host_blocks=sizes[0].num_host_blocks,
+            block_types={one.block_type: self._type_info(one) for one in sizes},
+            store_state=self.worker_stats.store_state,
+            tp_size=len(self._ready),
+            tier_bytes=self._tier_bytes,
+            details=first.model,
+            pd_address=links.address if links is not None else "",
+            incarnation=self._incarnation,
+            events=publisher.events_address if publisher is not None else "",
+            replay=publisher.replay_address if publisher is not None else "",
+            store_keys=store_keys(self._ready),
+            transfer_endpoints=[answer.endpoint.session for answer in self._ready if answer.endpoint is not None],
+        )
 
-    def _type_info(self, sizes: TypeSizes) -> dict[str, Any]:
-        """Of one BlockType: blocks in each tier, and bytes of one on the device, all ranks together."""
-        ours = [found for answer in self._ready for found in answer.all_types if found.block_type == sizes.block_type]
-        return {
-            "device": sizes.num_device_blocks,
-            "host": sizes.num_host_blocks,
-            "block_bytes": sum(found.block_bytes for found in ours),
-            "span": sizes.span,
-        }
+    def _type_info(self, sizes: TypeSizes) -> TypeInfo:
+        ours = [found for answer in self._ready for found in answer.types if found.block_type == sizes.block_type]
+        block_bytes = sum(found.block_bytes for found in ours)
+        return TypeInfo(sizes.num_device_blocks, sizes.num_host_blocks, block_bytes, sizes.span)
 
     def load(self) -> dict[str, Any]:
         """What a router should know of this engine now: how much there is to do, and the rates measured here, None
@@ -125,45 +129,47 @@ class EngineReport:
             "store_state": worst_state(list(self.store_states.values())),
         }
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> EngineStats:
         """The figures behind /cache/stats and /metrics."""
-        scheduler, manager, totals = self._scheduler, self._manager, self.totals
+        scheduler, manager, totals, workers = self._scheduler, self._manager, self.totals, self.worker_stats
         figures = manager.figures()
-        failures = list(self.worker_stats.get("transfer_failures", []))
-        stats = {
-            **self.worker_stats,
-            "transfer_failures": [*failures, ["g2h", "timeout", figures.read_timeouts]],
-            "blocks": manager.block_counts(),
-            "tier_bytes": self._tier_bytes,
-            "prefix_tokens": figures.prefix_tokens,
-            "running": len(scheduler.running),
-            "waiting": len(scheduler.waiting),
-            "prefetching": len(scheduler.prefetching),
-            "canonical": len(scheduler.canonical),
-            "preemptions": scheduler.num_preemptions,
-            "generation_tokens": scheduler.replies.num_generated_tokens,
-            "steps": totals.steps,
-            "compute_s": totals.compute_s,
-            "draft_s": totals.draft_s,
-            "load_wait_s": totals.wait_s,
-            "failed_loads": figures.failed_loads,
-            "restore_decisions": self._policy.decisions,
-            "audits": scheduler.auditor.results,
-            "drafted": scheduler.drafts.drafted,
-            "accepted": scheduler.drafts.accepted,
-            "draft_steps": scheduler.drafts.steps,
-            "accept_length": scheduler.drafts.accept_length,
-            "accept_alarm": manager.settings.drafting.by_model and scheduler.drafts.alarm,
-            "cache_alarm": scheduler.auditor.alarm,
-            "failed_offloads": figures.failed_offloads,
-            "uptime_s": time.monotonic() - self._started,
-        }
-        if self._links is not None:
-            stats["pd"] = {
-                "role": self._config.instance_role,
-                "address": self._links.address,
-                "peers": self._links.describe(),
-                "push_wait_s": totals.push_wait_s,
-                **self._role.stats(),
-            }
-        return stats
+        late = TransferFailures("g2h", "timeout", figures.read_timeouts)
+        return EngineStats(
+            workers=dataclasses.replace(workers, transfer_failures=[*workers.transfer_failures, late]),
+            blocks=manager.block_counts(),
+            tier_bytes=self._tier_bytes,
+            prefix_tokens=figures.prefix_tokens,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            prefetching=len(scheduler.prefetching),
+            canonical=len(scheduler.canonical),
+            preemptions=scheduler.num_preemptions,
+            generation_tokens=scheduler.replies.num_generated_tokens,
+            steps=totals.steps,
+            compute_s=totals.compute_s,
+            draft_s=totals.draft_s,
+            load_wait_s=totals.wait_s,
+            failed_loads=figures.failed_loads,
+            restore_decisions=self._policy.decisions,
+            audits=scheduler.auditor.results,
+            drafted=scheduler.drafts.drafted,
+            accepted=scheduler.drafts.accepted,
+            draft_steps=scheduler.drafts.steps,
+            accept_length=scheduler.drafts.accept_length,
+            accept_alarm=manager.settings.drafting.by_model and scheduler.drafts.alarm,
+            cache_alarm=scheduler.auditor.alarm,
+            failed_offloads=figures.failed_offloads,
+            uptime_s=time.monotonic() - self._started,
+            pd=self._pair_stats(),
+        )
+
+    def _pair_stats(self) -> PairStats | None:
+        if self._links is None:
+            return None
+        return PairStats(
+            role=self._config.instance_role,
+            address=self._links.address,
+            peers=self._links.describe(),
+            push_wait_s=self.totals.push_wait_s,
+            **self._role.stats(),
+        )

@@ -8,9 +8,9 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..errors import RequestError
+from ..figures import EngineInfo
 from ..plans import AddRequest, SamplingSpec, ints
 from .refusals import Refusal
 
@@ -88,10 +88,10 @@ class ServedModel:
     eos_token_ids: tuple[int, ...]
 
     @classmethod
-    def from_info(cls, info: dict[str, Any], extra_eos: Iterable[int] = ()) -> ServedModel:
+    def from_info(cls, info: EngineInfo, extra_eos: Iterable[int] = ()) -> ServedModel:
         """Of the engine's `info`; `extra_eos` are the tokenizer's own ends of text."""
-        ends = sorted({*(int(i) for i in info.get("eos_token_ids", ())), *extra_eos})
-        return cls(str(info["model"]), int(info["max_model_len"]), int(info["vocab_size"]), tuple(ends))
+        ends = sorted({*info.eos_token_ids, *extra_eos})
+        return cls(info.model, info.max_model_len, info.vocab_size, tuple(ends))
 
 
 def build_requests(

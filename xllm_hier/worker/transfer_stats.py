@@ -1,4 +1,4 @@
-"""What a worker counts of its transfers: bytes, seconds, failures by cause; shared by all its threads."""
+"""Counters of a worker's transfers: bytes, seconds, failures by cause; shared by all its threads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from itertools import accumulate
+
+from ..figures import Histogram, TransferFailures, WorkerStats
 
 KINDS = ("g2h", "h2d", "d2h", "h2g")
 PD_KINDS = ("push", "pull")  # to and from a PD peer
@@ -55,19 +57,17 @@ class TransferStats:
         with self._lock:
             self._named[name] = self._named.get(name, 0) + amount
 
-    def snapshot(self) -> dict[str, Any]:
-        """All counters in plain form, as `Call("stats")` answers them."""
+    def snapshot(self) -> WorkerStats:
+        """All counters as they are now."""
         with self._lock:
-            histograms = {}
-            for kind in self._counts:
-                total, buckets = 0, []
-                for limit, count in zip((*_BUCKETS_S, float("inf")), self._counts[kind], strict=True):
-                    total += count
-                    buckets.append([limit, total])
-                histograms[kind] = {"buckets": buckets, "sum": self._seconds[kind], "count": total}
-            return {
-                "transfer_bytes": dict(self._bytes),
-                "transfer_seconds": histograms,
-                "transfer_failures": [[kind, cause, count] for (kind, cause), count in self._failures.items()],
-                "store": dict(self._named),
-            }
+            return WorkerStats(
+                dict(self._bytes),
+                {kind: self._histogram(kind) for kind in self._counts},
+                [TransferFailures(kind, cause, count) for (kind, cause), count in self._failures.items()],
+                dict(self._named),
+            )
+
+    def _histogram(self, kind: str) -> Histogram:
+        totals = list(accumulate(self._counts[kind]))
+        buckets = list(zip((*_BUCKETS_S, float("inf")), totals, strict=True))
+        return Histogram(buckets, self._seconds[kind], totals[-1])

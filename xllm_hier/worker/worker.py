@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,20 @@ import zmq
 from tqdm import tqdm
 
 from ..block import BlockType, CacheLayout
+from ..calls import (
+    ClearStore,
+    GetWorkerStats,
+    Ping,
+    Stop,
+    StoreCleared,
+    StoreState,
+    SwitchStore,
+    WorkerCall,
+    WorkerResult,
+)
 from ..config import EngineConfig
 from ..errors import ConfigError, XllmError
+from ..figures import DraftDetails, TypeSizes, WorkerReady, WorkerState, WorkerStats
 from ..models.parallel import TensorParallel
 from ..plans import (
     BlocksCompared,
@@ -37,11 +50,7 @@ from ..plans import (
     TransferAck,
     TransferBlocks,
     TransferKvBlocks,
-    TypeSizes,
     UnlinkPeer,
-    WorkerCall,
-    WorkerReady,
-    WorkerResult,
     ints,
 )
 from ..store_key import MAIN
@@ -57,8 +66,8 @@ from .platform import Platform
 from .store.mooncake_client import set_environment
 from .tiers.cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes
 from .tiers.cache_sizes import CacheSizes, strides
-from .tiers.host_load import HostLoad
 from .tiers.kv_cache_transfer import HierarchyKVCacheTransfer
+from .tiers.layered_wait import LoadWaiter
 from .transfer_stats import KINDS, PD_KINDS, TransferStats
 
 log = logging.getLogger("xllm.worker")
@@ -107,7 +116,7 @@ class Worker:
             rank,
             self.stats,
             self.answer,
-            numerics_id=str(self.runner.details["numerics_id"]) if rank == 0 else "",  # one mark per instance
+            numerics_id=self.runner.details.numerics_id if rank == 0 else "",  # one mark per instance
             identities=identities,
             copier=self.platform.copier(config),
             meeting=meeting,
@@ -143,36 +152,7 @@ class Worker:
 
     def run(self) -> None:
         """Announce readiness and compute until the engine says stop or is gone."""
-        first, kinds = self.runner.layout.blocks[0], self.num_device_blocks
-        spans = {layout.block_type: layout.span for layout in self.runner.layout.blocks}
-        self.answer(
-            WorkerReady(
-                self.rank,
-                self.num_device_blocks[first.block_type],
-                self.num_host_blocks[first.block_type],
-                self.runner.max_model_len,
-                self.runner.vocab_size,
-                list(self.runner.eos_token_ids),
-                self._block_bytes[first.block_type],
-                {
-                    **self.runner.details,
-                    "block_size": first.block_size,
-                    "schema_hash": first.schema_hash,
-                    "scan_tokens": self.runner.scan_tokens,
-                    "strides": {kind.value: tokens for kind, tokens in self._strides.items()},
-                    "store_state": self.transfer.store_state,
-                    "host_bytes": self.transfer.host_bytes,
-                    "draft": self._draft_details(),
-                    "store_keys": self._store_keys(),
-                    **({"identity": self.runner.identity.text} if self.pd is not None else {}),
-                },
-                [
-                    TypeSizes(kind.value, spans[kind], kinds[kind], self.num_host_blocks[kind], self._block_bytes[kind])
-                    for kind in kinds
-                ],
-                self.pd.endpoint if self.pd is not None else None,
-            )
-        )
+        self.answer(self._ready())
         self._receiver.start()
         while not self._stop.is_set():
             try:
@@ -181,8 +161,31 @@ class Worker:
                 continue
             self._execute(plan)
 
+    def _ready(self) -> WorkerReady:
+        runner, sizes = self.runner, self.num_device_blocks
+        return WorkerReady(
+            rank=self.rank,
+            types=[
+                TypeSizes(kind.value, layout.span, sizes[kind], self.num_host_blocks[kind], self._block_bytes[kind])
+                for layout in runner.layout.blocks
+                for kind in [layout.block_type]
+            ],
+            block_size=runner.block_size,
+            max_model_len=runner.max_model_len,
+            vocab_size=runner.vocab_size,
+            eos_token_ids=list(runner.eos_token_ids),
+            model=runner.details,
+            draft=self._draft_details(),
+            strides={kind.value: tokens for kind, tokens in self._strides.items()},
+            store_keys=self._store_keys(),
+            store_state=self.transfer.store_state,
+            host_bytes=self.transfer.host_bytes,
+            identity=runner.identity.text if self.pd is not None else "",
+            endpoint=self.pd.endpoint if self.pd is not None else None,
+        )
+
     def _store_keys(self) -> dict[str, list[str]]:
-        """By block type, what the keys of those objects begin with that this rank keeps in the store."""
+        """By block type, the key prefixes of the objects that this rank keeps in the store."""
         keys: dict[str, list[str]] = {}
         for domain in self._domains:
             for kind, cache in domain.caches.items():
@@ -190,23 +193,17 @@ class Worker:
                     keys.setdefault(kind.value, []).append(cache.prefix)
         return keys
 
-    def _draft_details(self) -> dict[str, Any] | None:
-        """What the engine, and a reader, should know of the draft model; None: drafts need none, or there are none."""
+    def _draft_details(self) -> DraftDetails | None:
         if self.draft is None:
             return None
-        runner, layout = self.draft.runner, self.draft.runner.layout.of(BlockType.KV)
-        return {
-            "component": self.draft.component,
-            "types": [block.block_type.value for block in runner.layout.blocks],
-            "needs_hidden": self.draft.is_head and len(runner.layout.blocks) == 1,
-            "family": runner.details["family"],
-            "dtype": runner.details["dtype"],
-            "parameter_bytes": runner.details["parameter_bytes"],
-            "max_model_len": runner.max_model_len,
-            "schema_hash": layout.schema_hash,
-            "block_bytes": layout.payload_bytes,
-            **({"identity": self.draft.identity.text} if self.pd is not None else {}),
-        }
+        blocks = self.draft.runner.layout.blocks
+        return DraftDetails(
+            self.draft.component,
+            [block.block_type.value for block in blocks],
+            needs_hidden=self.draft.is_head and len(blocks) == 1,
+            identity=self.draft.identity.text if self.pd is not None else "",
+            model=self.draft.runner.details,
+        )
 
     def stop(self) -> None:
         self._stop.set()
@@ -242,27 +239,34 @@ class Worker:
             pd.pull(message)
 
     def _on_call(self, call: WorkerCall) -> None:
-        if call.method == "stop":
-            self._stop.set()
-        elif call.method == "ping":
-            loaded_bytes, load_s = self.stats.total("h2d")
-            state = {"doing": self._doing, "collectives": self.parallel.calls}
-            state |= {"loaded_bytes": loaded_bytes, "load_s": load_s, "mixed_numerics": self.transfer.mixed_numerics}
-            state["store_state"] = self.transfer.store_state
-            self.answer(WorkerResult(call.call_id, self.rank, state))
-        elif call.method == "stats":
-            state = {"store_state": self.transfer.store_state, "store_refused": self.transfer.store_refused}
-            self.answer(WorkerResult(call.call_id, self.rank, {**self.stats.snapshot(), **state}))
-        elif call.method == "attach_store":
-            self.transfer.attach_store(
-                call.args, lambda value: self.answer(WorkerResult(call.call_id, self.rank, value))
-            )
-        elif call.method == "detach_store":
-            self.transfer.detach_store(lambda value: self.answer(WorkerResult(call.call_id, self.rank, value)))
-        elif call.method == "clear_store":
-            self.transfer.clear_store(lambda value: self.answer(WorkerResult(call.call_id, self.rank, value)))
-        else:
-            self.answer(WorkerResult(call.call_id, self.rank, {"error": f"no method {call.method!r}"}))
+        def answer(value: WorkerState | WorkerStats | StoreState | StoreCleared) -> None:
+            self.answer(WorkerResult(call.call_id, self.rank, value))
+
+        match call.question:
+            case Stop():
+                self._stop.set()
+            case Ping():
+                answer(self._state())
+            case GetWorkerStats():
+                state, refused = self.transfer.store_state, self.transfer.store_refused
+                answer(replace(self.stats.snapshot(), store_state=state, store_refused=refused))
+            case SwitchStore(place):
+                self.transfer.switch_store(place, answer)
+            case ClearStore():
+                self.transfer.clear_store(answer)
+            case other:
+                log.error("the engine asked for %s", type(other).__name__)
+
+    def _state(self) -> WorkerState:
+        loaded_bytes, load_s = self.stats.total("h2d")
+        return WorkerState(
+            self._doing,
+            self.parallel.calls,
+            loaded_bytes,
+            load_s,
+            self.transfer.mixed_numerics,
+            self.transfer.store_state,
+        )
 
     # ------------------------------------------------------------------------------------------------ plans
 
@@ -339,36 +343,11 @@ def _block_bytes(layouts: Iterable[CacheLayout]) -> dict[BlockType, int]:
     return nbytes
 
 
-class LoadWaiter:
-    """What a forward calls before each layer: waits for all its loads to have brought that layer."""
-
-    def __init__(self, loads: list[HostLoad], timeout_s: float) -> None:
-        self._loads = loads
-        self._timeout_s = timeout_s
-        self.waited_s = 0.0
-
-    def __call__(self, layer: int) -> None:
-        if not self._loads:
-            return
-        start = time.perf_counter()
-        for load in self._loads:
-            load.wait(layer, self._timeout_s)
-        self.waited_s += time.perf_counter() - start
-
-    def finish(self) -> list[int]:
-        """Wait for the ends of all loads, used or not, and for what their proofs say, and name those that failed."""
-        start = time.perf_counter()
-        for load in self._loads:
-            load.wait_all(self._timeout_s)
-        self.waited_s += time.perf_counter() - start
-        return [load.batch_id for load in self._loads if load.error is not None]
-
-
 def run_worker(
     config: EngineConfig,
     rank: int,
     addresses: tuple[str, str],
-    ready: Callable[[dict[str, Any]], None],
+    ready: Callable[[], None],
     meeting: Path,
 ) -> int:
     """Body of a worker process; `meeting` is a folder that the ranks of this instance, and no others, see.
@@ -385,7 +364,7 @@ def run_worker(
         parallel = _join(config, rank, meeting)
         worker = Worker(config, parallel, plans, answers, meeting)
         signal.signal(signal.SIGTERM, lambda *_: worker.stop())
-        ready({"rank": rank, **worker.runner.details})
+        ready()
         worker.run()
     except XllmError as error:
         log.error("worker %d ends: %s", rank, error)

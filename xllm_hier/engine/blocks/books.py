@@ -19,6 +19,7 @@ from collections.abc import Sequence as Types
 from dataclasses import dataclass
 
 from ...block import BlockType
+from ...figures import TypeSizes
 from ...plans import (
     AddRequest,
     OffloadCopied,
@@ -27,7 +28,6 @@ from ...plans import (
     ProbeAnswer,
     StateMoves,
     TransferAck,
-    TypeSizes,
 )
 from .admission import Admission
 from .canonical import CanonicalBlocks

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...block import BlockType, RestoreRule
-from ...plans import HOLE, Ints, TypeSizes
+from ...figures import TypeSizes
+from ...plans import HOLE, Ints
 from .pool import BlockPool
 
 _NO_TREE = b"none"  # parent of all blocks whose use does not depend on the blocks before them

@@ -132,7 +132,7 @@ class PeerLinks:
         self,
         context: zmq.Context[Any],
         config: EngineConfig,
-        facts: dict[str, Any],
+        facts: dict[str, str | int | None],
         endpoints: list[TransferEndpoint],
         numerics_id: str = "",
     ) -> None:
@@ -199,7 +199,7 @@ class PeerLinks:
         """Why configured peers do not work with this instance, of those that said so."""
         return [f"{peer.address}: {peer.refused}" for peer in self._asks if peer.refused]
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, str]:
         """For people: each peer's address and state."""
         return {
             peer.address: "linked" if peer.linked else f"refused: {peer.refused}" if peer.refused else "absent"
@@ -416,7 +416,7 @@ class PeerLinks:
         self.socket.close()
 
 
-def differences(*, prefill: dict[str, Any], decode: dict[str, Any]) -> str:
+def differences(*, prefill: dict[str, str | int | None], decode: dict[str, str | int | None]) -> str:
     """What differs between two instances that must not; empty when nothing does."""
     return "; ".join(
         f"{name}: {prefill.get(name)!r} at prefill, {decode.get(name)!r} at decode"

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from transformers import AutoConfig
 from ...block import BlockLayout, BlockType, CacheLayout, CacheRole, TensorSpec
 from ...config import EngineConfig
 from ...errors import ConfigError
+from ...figures import ModelDetails
 from ...models.decoder import Decoder, StepRows, load_decoder
 from ...models.families import DecoderSpec, decoder_spec
 from ...models.identity import ModelIdentity, model_identity
@@ -410,38 +411,41 @@ class ModelRunner:
         """Whether the bits of a row are known not to depend on what is computed beside it."""
         return self._attention.batch_invariant and (self._states is None or self.device.type == "cpu")
 
-    def _details(self, config: EngineConfig) -> dict[str, Any]:
+    def _details(self, config: EngineConfig) -> ModelDetails:
         model = self._model
         own = isinstance(model, Decoder)
-        details: dict[str, Any] = {
-            "family": self.hf_config.model_type,
-            "implementation": "own" if own else "hf",
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "device": self.device.type,
-            "threads": torch.get_num_threads(),
-            "tp_size": self.parallel.size,
-            "experts": _has_experts(self.hf_config),
-            "cpu_capability": torch.backends.cpu.get_cpu_capability() if self.device.type == "cpu" else "",
-            "packed_weights": own and can_pack(self.dtype, self.device),
-            "batch_invariant": own and config.batch_invariant and self._equal_bits,
-            "attention": self._attention.kernel,
-            "query_tiles": list(self._attention.tiles),
-            "prefill_tiles": {},
-            "decode_rows": {},
-        }
-        if self._states is not None:
-            details["scan_tokens"] = self.scan_tokens
-        if isinstance(model, Decoder):
-            prefill = [*model.linears(), *model.grouped_linears()]
-            decode = [*prefill, model.head]
-            details["prefill_tiles"] = {_label(i): list(i.prefill.sizes) for i in prefill if i.prefill}
-            details["decode_rows"] = {_label(i): list(i.decode.sizes) for i in decode if i.decode}
-            everything = sum(i.nbytes for i in decode) + (0 if model.spec.tied else model.embedding.nbytes)
-            details["parameter_bytes"] = sum(i.nbytes for i in prefill) if model.join else everything
-        else:
-            details["parameter_bytes"] = model.nbytes
-        details["numerics_id"] = _numerics_id(details)
-        return details
+        prefill = [*model.linears(), *model.grouped_linears()] if isinstance(model, Decoder) else []
+        decode = [*prefill, model.head] if isinstance(model, Decoder) else []
+        details = ModelDetails(
+            family=self.hf_config.model_type,
+            implementation="own" if own else "hf",
+            dtype=str(self.dtype).removeprefix("torch."),
+            device=self.device.type,
+            threads=torch.get_num_threads(),
+            tp_size=self.parallel.size,
+            experts=_has_experts(self.hf_config),
+            cpu_capability=torch.backends.cpu.get_cpu_capability() if self.device.type == "cpu" else "",
+            packed_weights=own and can_pack(self.dtype, self.device),
+            batch_invariant=own and config.batch_invariant and self._equal_bits,
+            attention=self._attention.kernel,
+            query_tiles=list(self._attention.tiles),
+            prefill_tiles={_label(i): list(i.prefill.sizes) for i in prefill if i.prefill},
+            decode_rows={_label(i): list(i.decode.sizes) for i in decode if i.decode},
+            parameter_bytes=_parameter_bytes(model),
+            scan_tokens=self.scan_tokens if self._states is not None else None,
+        )
+        return replace(details, numerics_id=_numerics_id(details))
+
+
+def _parameter_bytes(model: Decoder | HfModel) -> int:
+    """Bytes of the weights; of a head those that it does not share with its target."""
+    if not isinstance(model, Decoder):
+        return int(model.nbytes)
+    layers: int = sum(linear.nbytes for linear in [*model.linears(), *model.grouped_linears()])
+    if model.join:
+        return layers
+    embedding = 0 if model.spec.tied else int(model.embedding.nbytes)
+    return layers + model.head.nbytes + embedding
 
 
 def _has_experts(hf_config: Any) -> bool:
@@ -454,12 +458,15 @@ def _label(linear: Linear) -> str:
     return f"{inputs}x{outputs}:{what}:{str(dtype).removeprefix('torch.')}"
 
 
-def _numerics_id(details: dict[str, Any]) -> str:
-    """Names what the bits depend on: two workers with equal ids and weights compute equal bits."""
-    facts = {key: details[key] for key in sorted(details)} | {"torch": torch.__version__}
+def _numerics_id(details: ModelDetails) -> str:
+    """Names the facts on which the bits depend: two workers with equal ids and weights compute equal bits."""
+    facts = asdict(details) | {"torch": torch.__version__}
+    del facts["numerics_id"]
+    if details.scan_tokens is None:
+        del facts["scan_tokens"]
     digest = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=6).hexdigest()
-    place = details["cpu_capability"] or details["device"]
-    return f"{details['implementation']}-{place}-{details['dtype']}-t{details['threads']}-{digest}"
+    place = details.cpu_capability or details.device
+    return f"{details.implementation}-{place}-{details.dtype}-t{details.threads}-{digest}"
 
 
 def _choose_tiles(model: Decoder, fixed_rows: int) -> None:

@@ -17,7 +17,7 @@ from ...errors import TransferError
 from ...plans import LinkPeer, PullBlocks, PullDone, PushBlocks, RemoteBlocks, TransferEndpoint, TransferRegion
 from ..platform import Platform
 from ..tiers.cache_domain import BlockCache, CacheDomain
-from ..tiers.layer_copy import layer_groups
+from ..tiers.layered_wait import layer_groups
 from ..transfer_stats import TransferStats
 from .pieces import MovingBlocks, Pieces
 from .push import Push, Pushes

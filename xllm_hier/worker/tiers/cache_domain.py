@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from ...block import TRAILER_BYTES, BlockLayout, BlockType, CacheLayout, CacheRole
+from ...errors import TransferError
+from ...plans import BlockMapping
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -49,6 +52,31 @@ class CacheDomain:
     key_component: str
     layout: CacheLayout
     caches: dict[BlockType, BlockCache] = field(default_factory=dict)
+
+
+Part = tuple[CacheDomain, BlockMapping]
+"""The blocks of one type and domain in one transfer."""
+
+
+def cache_of(part: Part) -> BlockCache:
+    """The cache whose blocks a part moves."""
+    domain, mapping = part
+    return domain.caches[BlockType(mapping.block_type)]
+
+
+def parts_of(
+    domains: Mapping[CacheRole, CacheDomain], target: Sequence[BlockMapping], draft: Sequence[BlockMapping]
+) -> list[Part]:
+    """The mappings of a plan, each with its domain. Raises TransferError for a draft's without a draft domain."""
+    if draft and CacheRole.DRAFT not in domains:
+        raise TransferError("this worker has no draft domain")
+    by_role = ((CacheRole.TARGET, target), (CacheRole.DRAFT, draft))
+    return [(domains[role], mapping) for role, mappings in by_role for mapping in mappings]
+
+
+def payload_bytes(parts: Sequence[Part]) -> int:
+    """Bytes that a transfer of `parts` moves, trailers left out."""
+    return sum(len(part[1].device) * cache_of(part).layout.payload_bytes for part in parts)
 
 
 def allocate_device_cache(layout: BlockLayout, num_blocks: int, device: torch.device) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Copies between host and device, layer group by layer group, and the synchroniser a forward waits on.
+"""Copies between host and device, layer group by layer group; `layered_wait.py` says how a forward waits for them.
 
 Two copiers have the same face: `NativeCopier` over the C++ extension (cpu threads with streaming stores, CUDA and
 Ascend copy engines), and `TorchCopier`, plain torch, the reference the native one is tested against.
@@ -7,7 +7,6 @@ Ascend copy engines), and `TorchCopier`, plain torch, the reference the native o
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
@@ -20,70 +19,18 @@ from ...block import BlockType
 from ...errors import ConfigError, TransferError
 from ...host_memory import HostMemory
 from ...plans import BlockMapping
-from .cache_domain import BlockCache, CacheDomain
+from .cache_domain import BlockCache, CacheDomain, Part
+from .layered_wait import LayerSynchronizer
 
 if TYPE_CHECKING:
     from ... import _native
 
 log = logging.getLogger("xllm.transfer")
 
-Part = tuple[CacheDomain, BlockMapping]
-
 
 def end_of_layers(parts: Sequence[Part]) -> int:
     """The number behind that of the last layer which some of `parts` has blocks for."""
     return max(domain.caches[BlockType(mapping.block_type)].layout.layers[-1] + 1 for domain, mapping in parts)
-
-
-def layer_groups(num_layers: int, num_groups: int) -> list[range]:
-    """Layers copied under one event: max(1, layers // n) each, so 30 layers and n = 4 give 7, 7, 7, 7, 2; 0 = one."""
-    size = num_layers if num_groups == 0 else max(1, num_layers // num_groups)
-    return [range(start, min(start + size, num_layers)) for start in range(0, num_layers, size)]
-
-
-class LayerSynchronizer:
-    """Progress of one batch's load: `wait(layer)` returns when the forward may use that layer's blocks.
-
-    One thread completes the groups in order, any may wait. The target's and the draft's copies advance it together.
-    """
-
-    def __init__(self, batch_id: int, groups: Sequence[range]) -> None:
-        self.batch_id = batch_id
-        self.num_groups = len(groups)
-        self._group_of = {layer: number for number, group in enumerate(groups) for layer in group}
-        self._events = [threading.Event() for _ in groups]
-        self._error: str | None = None
-
-    @property
-    def error(self) -> str | None:
-        """Why the load failed; None while it runs and when it succeeded."""
-        return self._error
-
-    def complete(self, group: int) -> None:
-        self._events[group].set()
-
-    def abort(self, error: str) -> None:
-        """The load failed; copies already submitted have ended before this is called. All waiters go on."""
-        self._error = error
-        for event in self._events:
-            event.set()
-
-    def wait(self, layer: int, timeout_s: float) -> None:
-        """Block until the group of `layer` is there or the load has failed (see `error`).
-
-        Raises:
-            TransferError: neither happened within `timeout_s`.
-        """
-        self._wait_group(self._group_of[layer], timeout_s)
-
-    def wait_all(self, timeout_s: float) -> None:
-        """Block until every copy has ended, well or not. Raises TransferError after `timeout_s`."""
-        for group in range(self.num_groups):
-            self._wait_group(group, timeout_s)
-
-    def _wait_group(self, group: int, timeout_s: float) -> None:
-        if not self._events[group].wait(timeout_s):
-            raise TransferError(f"load {self.batch_id} did not bring layer group {group} within {timeout_s:g} s")
 
 
 class Copier(Protocol):
