@@ -3,7 +3,7 @@
 #   bash run.sh serve [flags]     an OpenAI server with three cache tiers and an embedded store
 #   bash run.sh service [flags]   the service in front of several instances (docs/service.md)
 #   bash run.sh cluster [--instances 2] [--masters 2] [serve flags]   all of it on this machine
-#   bash run.sh test [pytest args]
+#   bash run.sh test [pytest args]  all tests on all cores; -m unit: those that start no process
 #   bash run.sh demo              the same question answered cold and from each tier, restart included
 #   bash run.sh bench NAME [--quick] [--json]
 #   bash run.sh lint              ruff and mypy
@@ -73,6 +73,16 @@ set_up() {
   printf '%s' "$wanted" > "$stamp"
 }
 
+# Workers for a run of many tests: most of them wait for processes, so there are more than cores. Whoever names files or
+# workers decides alone.
+parallel_flags() {
+  local word
+  for word in "$@"; do
+    case "$word" in -n*|--numprocesses*|--dist*|--co*|--collect-only|--pdb|*.py|*::*) return 0 ;; esac
+  done
+  printf '%s\n' -n "$(( $(nproc) * 2 ))" --dist loadgroup
+}
+
 command=${1:-help}
 [ $# -gt 0 ] && shift
 case "$command" in
@@ -86,10 +96,14 @@ case "$command" in
     set_up run
     need_etcd
     exec "$VENV/bin/python" scripts/local_cluster.py "$@" ;;
+  set-up)
+    set_up dev
+    (need_etcd) || say "without etcd its tests are skipped" ;;
   test)
     set_up dev
     (need_etcd) || say "without etcd its tests are skipped"
-    exec "$VENV/bin/python" -m pytest "$@" ;;
+    mapfile -t parallel < <(parallel_flags "$@")
+    exec "$VENV/bin/python" -m pytest "${parallel[@]}" "$@" ;;
   demo)
     set_up run
     exec "$VENV/bin/python" -m bench.demo "$@" ;;
@@ -108,5 +122,5 @@ case "$command" in
     if [ -x "$VENV/bin/python" ]; then PYTHON="$VENV/bin/python"; fi
     exec "$PYTHON" scripts/gpu_check.py "$@" ;;
   *)
-    sed -n '2,12p' "$0"; [ "$command" = help ] ;;
+    sed -n '2,13p' "$0"; [ "$command" = help ] ;;
 esac
