@@ -46,7 +46,8 @@ def _group(item: pytest.Item) -> str:
             continue
         if params is not None and name in params.params:
             names.append(f"{name}={params.indices[name]}")
-        shared |= inspect.isgeneratorfunction(inspect.unwrap(fixture.func))
+        spread = getattr(getattr(item, "module", None), "SPREAD", False)
+        shared |= not spread and inspect.isgeneratorfunction(inspect.unwrap(fixture.func))
     return " ".join([item.path.name, *sorted(names)]) if shared or names else ""
 
 
@@ -104,7 +105,7 @@ sys.addaudithook(_notice)
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> object:
-    global _unit_test  # noqa: PLW0603 - an audit hook cannot be taken away again
+    global _unit_test
     _unit_test = item.nodeid if item.get_closest_marker("unit") else None
     try:
         return (yield)

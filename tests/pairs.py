@@ -17,6 +17,7 @@ BLOCK = 16
 COMMON = [f"--block_size={BLOCK}", "--max_cache_size=8MB", "--max_tokens_per_batch=64", "--num_threads=1"]
 COMMON += ["--check_invariants", "--swa_checkpoint_stride=64", "--linear_checkpoint_stride=64"]
 PD = ["--enable_disagg_pd", "--transfer_listen_port=0", "--heart_beat_interval=0.1", "--peer_timeout_s=2"]
+PD += ["--peer_late_writes_s=2"]  # what a killed process had on the wire comes at once here
 BACK_S = 40.0  # for blocks held because a process that is gone may have had bytes on the wire
 
 

@@ -33,6 +33,7 @@ from tiny_models import make
 from xllm_hier.config import EngineConfig
 from xllm_hier.errors import ConfigError
 
+SPREAD = True  # each test kills or stops somebody: see conftest.py
 MODES = ["PUSH", "PULL"]
 LONG = 800  # tokens: an answer that takes some seconds
 NUM = 8
@@ -210,7 +211,9 @@ def test_a_stopped_decode_instance_is_left_and_all_blocks_come_back_when_it_goes
 def test_what_a_lost_prefill_instance_had_at_a_decode_instance_is_free_again(
     model: Path, expected: Any, mode: str, end: str
 ) -> None:
-    with decode_server(model, mode) as decode, contextlib.ExitStack() as stack:
+    """Once with the real time for which it may still be writing."""
+    late = ["--peer_late_writes_s=0"] if (mode, end) == ("PUSH", "kill") else []
+    with decode_server(model, mode, *late) as decode, contextlib.ExitStack() as stack:
         prefill = stack.enter_context(prefill_server(model, mode, [address_of(decode)], "--max_tokens_per_batch=16"))
         wait_linked(prefill)
         streams = [Stream(prefill, prompt_of(seed, 600), 300) for seed in range(NUM)]

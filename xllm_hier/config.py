@@ -329,6 +329,14 @@ class EngineConfig:
     peer_wait_s: float = setting(
         60.0, LIMITS, "of a request for a decode instance that takes it, before it fails with HTTP 503", unit="s", low=0
     )
+    peer_late_writes_s: float = setting(
+        0.0,
+        LIMITS,
+        "for which a decode instance keeps blocks that a lost prefill instance may still be writing to; 0: the longer "
+        "of 15 and peer_timeout_s + 10. A write that comes later spoils blocks of other requests",
+        unit="s",
+        low=0,
+    )
     drain_timeout_s: float = setting(30.0, LIMITS, "for open requests after SIGTERM", unit="s", low=0)
 
     def __post_init__(self) -> None:

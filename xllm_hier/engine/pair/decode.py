@@ -101,7 +101,7 @@ class DecodeRole(Role):
 
     def __init__(self, config: EngineConfig, scheduler: Scheduler, links: PeerLinks, limits: RequestLimits) -> None:
         self._mode = config.kv_cache_transfer_mode
-        self._late_s = max(LATE_WRITES_S, config.peer_timeout_s + _LAST_CALL_S)
+        self._late_s = config.peer_late_writes_s or max(LATE_WRITES_S, config.peer_timeout_s + _LAST_CALL_S)
         self._scheduler = scheduler
         self._manager = scheduler.manager
         self._links = links
