@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 from etcd import EtcdServer, needs_etcd, running_etcd
-from pairs import PD, prompt_of
+from pairs import COMMON, PD, prompt_of
 from service import FAST, Service, instance, name_of, running_cluster
 from serving import Server, running_store, store_flags, wait_for
 from tiny_models import make
@@ -270,7 +270,7 @@ def test_a_prefill_and_a_decode_instance_find_each_other_and_are_sent_requests_a
 ) -> None:
     role = ["--disagg_pd_port=0", *PD, "--peer_timeout_s=20"]
     with running_etcd(tmp_path / "etcd") as etcd, ExitStack() as stack:
-        alone = stack.enter_context(Server(model, *(flag for flag in ("--block_size=16", "--max_cache_size=8MB"))))
+        alone = stack.enter_context(Server(model, *COMMON))  # with as many threads as the pair: bits may depend on them
         prefill = stack.enter_context(instance(model, etcd, *role, "--instance_role=PREFILL"))
         service = stack.enter_context(Service(etcd))
         wait_for(lambda: service.instances())
