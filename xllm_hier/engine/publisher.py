@@ -13,7 +13,7 @@ import zmq
 from ..block import BlockType
 from ..config import EngineConfig
 from ..errors import StartupError
-from ..kv_events import END, SNAPSHOT, TOPIC, Cleared, EventBatch, pack_batch
+from ..kv_events import END, SNAPSHOT, TOPIC, Cleared, EventBatch, InstanceLoad, pack_batch
 from .blocks.journal import CacheJournal
 
 log = logging.getLogger("xllm.events")
@@ -42,7 +42,7 @@ class KvPublisher:
         groups: Sequence[BlockType],
         incarnation: str,
         *,
-        load: Callable[[], dict[str, Any]],
+        load: Callable[[], InstanceLoad],
     ) -> None:
         self._journal, self._groups, self._load = journal, groups, load
         self._incarnation = incarnation
@@ -109,7 +109,7 @@ class KvPublisher:
         self._kept.append((self._number, payload))
         self._number += 1
 
-    def _pack(self, events: list[Any], load: dict[str, Any] | None = None) -> bytes:
+    def _pack(self, events: list[Any], load: InstanceLoad | None = None) -> bytes:
         return pack_batch(EventBatch(time.time(), events, self._incarnation, load), self._groups)
 
     def _answer(self, sender: bytes, question: bytes) -> None:
