@@ -232,7 +232,7 @@ class Bench:
         config = EngineConfig(model=str(folder), device=place.device, verify_host_blocks=False, **sizes)
         self.runner = ModelRunner(config, progress=False)
         self.layout = self.runner.layout.of(BlockType.KV)
-        self.caches = allocate_device_cache(self.layout, num_blocks, self.runner.device)
+        self.caches = allocate_device_cache(self.layout, num_blocks, self.runner.platform.device)
         self.runner.bind_cache(self.caches)
         domain = CacheDomain(CacheRole.TARGET, "main", self.runner.layout)
         domain.caches[BlockType.KV] = BlockCache(self.layout, [as_bytes(cache) for cache in self.caches])

@@ -21,7 +21,7 @@ from xllm_hier.engine.blocks.journal import CacheJournal
 from xllm_hier.engine.blocks.types import TypePools
 from xllm_hier.engine.publisher import KvPublisher
 from xllm_hier.figures import TypeSizes
-from xllm_hier.kv_events import Cleared, EventBatch
+from xllm_hier.kv_events import Cleared, EventBatch, InstanceLoad
 from xllm_hier.registry import InstanceInfo
 from xllm_hier.service.kv_event_stream import KvEventStream
 from xllm_hier.service.prefix_index import IndexState, PrefixIndex
@@ -41,7 +41,7 @@ class Engine:
         config = EngineConfig(
             enable_kv_events=True, heart_beat_interval=0.05, kv_events_port=events, kv_events_replay_port=replay
         )
-        self.publisher = KvPublisher(self._context, config, journal, [KV], incarnation, load={"num_open": 1})
+        self.publisher = KvPublisher(self._context, config, journal, [KV], incarnation, load=InstanceLoad(num_open=1))
         self.incarnation = incarnation
         self._lock = threading.Lock()
         self.silent = threading.Event()
@@ -53,7 +53,7 @@ class Engine:
         while not self._stop.wait(0.002):
             if not self.silent.is_set():
                 with self._lock:
-                    self.publisher.tick({"num_open": 1} if self.publisher.heartbeat_due else None)
+                    self.publisher.tick(InstanceLoad(num_open=1) if self.publisher.heartbeat_due else None)
 
     def change(self, what: Callable[[], Any]) -> None:
         with self._lock:
@@ -168,7 +168,7 @@ def test_what_comes_and_goes_is_followed(engine: Engine) -> None:
             await listener.until(lambda: listener.known() == 10)
             engine.change(engine.pools.device.clear)
             await listener.until(lambda: listener.known() == 0)
-            assert listener.stream.num_gaps == 0 and listener.batches[-1].load in (None, {"num_open": 1})
+            assert listener.stream.num_gaps == 0 and listener.batches[-1].load in (None, InstanceLoad(num_open=1))
 
     asyncio.run(story())
 

@@ -183,7 +183,7 @@ def test_every_logit_of_a_text_longer_than_the_window_is_that_of_transformers(
         chunks.append(driver.runner.hidden_of(0, stop - start).clone())
     our_hidden = torch.cat(chunks)
     for start in range(0, NUM_TOKENS, HEAD_ROWS):
-        ours = driver.runner._model.logits(our_hidden[start : start + HEAD_ROWS])
+        ours = driver.runner.model.logits(our_hidden[start : start + HEAD_ROWS])
         expected = theirs.lm_head(their_hidden[start : start + HEAD_ROWS])
         assert torch.equal(ours.argmax(-1), expected.argmax(-1))
         assert (ours - expected).abs().max() < 1e-3

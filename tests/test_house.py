@@ -15,33 +15,33 @@ PACKAGE = ROOT / "xllm_hier"
 
 # One floor a line, the lowest first: a module imports modules of lower floors only, also lazily and for types.
 FLOORS = """
-- block clock engine.blocks.policy errors models.linear openai.body_limit plans service.instance_load version
-  worker.store.circuit worker.store.key_quarantine
+- block clock engine.blocks.policy errors models.linear openai.body_limit plans version worker.store.circuit
+  worker.store.key_quarantine
 - engine.blocks.moves engine.blocks.pool engine.blocks.settings engine.forward_join figures hashing host_memory
   kv_events machine models.demo models.expert_routing models.parallel models.rope models.weights openai.listening
   openai.refusals openai.tokenizer peer_plans process settings store_key worker.compute.attention
   worker.compute.plan_digest worker.compute.sampler worker.tiers.cache_domain worker.tiers.layered_wait
 - calls config engine.blocks.prefetch engine.blocks.types models.families models.identity openai.auth openai.sampling
-  openai.streaming registry service.config service.prefix_index worker.compute.block_compare
+  openai.streaming registry service.config service.prefix_index service.rates worker.compute.block_compare
   worker.compute.device_attention worker.compute.latent_attention worker.tiers.layer_copy worker.tiers.proof
   worker.transfer_stats
 - embedded_store engine.blocks.sequence engine.rank_views environment models.delta_rule models.parts openai.protocol
-  service.kv_event_stream service.policies service.store_watch wire worker.platform worker.store.mooncake_client
-  worker.store.objects worker.store.queue worker.tiers.cache_sizes worker.tiers.d2h worker.tiers.h2d
-  worker.tiers.host_tier
+  service.instances service.kv_event_stream service.policies service.store_watch wire worker.compute.model_facts
+  worker.platform worker.store.mooncake_client worker.store.objects worker.store.queue worker.tiers.cache_sizes
+  worker.tiers.d2h worker.tiers.h2d worker.tiers.host_tier
 - engine.blocks.account engine.blocks.journal engine.blocks.keeping engine.blocks.prefix engine.blocks.read_targets
   engine.pair.handover engine.pair.links engine.remote_worker engine.steps.replies engine_client models.experts
-  models.gated_delta models.mla openai.chat_prompt openai.error_answers service.instances
-  worker.compute.recurrent_state worker.peers.transfer_engine worker.store.marks
-- api.metrics api.registration engine.blocks.checkpoints engine.publisher models.decoder openai.output service.cluster
-  worker.peers.pieces worker.store.connection
-- api.generation api.logprobs engine.blocks.ledger models.hf_model models.mtp service.relay
-  worker.peers.transfer_calls worker.store.object_copy
-- api.answers engine.blocks.canonical engine.blocks.host_loads engine.blocks.write_back service.metrics
-  worker.compute.model_runner worker.peers.push worker.store.kv_cache_store
-- api.handlers engine.blocks.admission engine.blocks.store_reads service.app worker.compute.speculation
+  models.gated_delta models.mla openai.chat_prompt openai.error_answers service.cluster worker.compute.recurrent_state
+  worker.peers.transfer_engine worker.store.marks
+- api.metrics api.registration engine.blocks.checkpoints engine.publisher models.decoder openai.output service.relay
+  worker.compute.block_layouts worker.peers.pieces worker.store.connection
+- api.generation api.logprobs engine.blocks.ledger models.hf_model models.mtp service.metrics
+  worker.compute.step_layout worker.peers.transfer_calls worker.store.object_copy
+- api.answers engine.blocks.canonical engine.blocks.host_loads engine.blocks.write_back service.app
+  worker.compute.model_loading worker.compute.numerics worker.peers.push worker.store.kv_cache_store
+- api.handlers engine.blocks.admission engine.blocks.store_reads service.__main__ worker.compute.model_runner
   worker.peers.pd_transfer worker.store.store_tier
-- api.admin engine.blocks.publishing service.__main__ worker.tiers.kv_cache_transfer
+- api.admin engine.blocks.publishing worker.caches worker.compute.speculation worker.tiers.kv_cache_transfer
 - api.app engine.blocks.books worker.worker
 - api.server engine.steps.audit engine.steps.drafts engine.steps.step
 - engine.pair.role engine.steps.canonical

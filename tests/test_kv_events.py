@@ -22,7 +22,18 @@ from xllm_hier.engine.blocks.types import TypePools
 from xllm_hier.engine.publisher import KvPublisher
 from xllm_hier.errors import ConfigError, StartupError, WireError
 from xllm_hier.figures import TypeSizes
-from xllm_hier.kv_events import END, SNAPSHOT, Cleared, Event, EventBatch, Removed, Stored, pack_batch, unpack_batch
+from xllm_hier.kv_events import (
+    END,
+    SNAPSHOT,
+    Cleared,
+    Event,
+    EventBatch,
+    InstanceLoad,
+    Removed,
+    Stored,
+    pack_batch,
+    unpack_batch,
+)
 from xllm_hier.plans import AddRequest, SamplingSpec, ints
 
 KV, SWA = BlockType.KV, BlockType.SWA
@@ -46,7 +57,7 @@ BATCH = EventBatch(
         Cleared(),
     ],
     "incarnation",
-    {"num_open": 3},
+    InstanceLoad(num_open=3),
 )
 
 
@@ -57,7 +68,7 @@ def test_a_batch_is_read_back_as_it_was_packed() -> None:
 def test_a_batch_has_the_form_that_vllm_publishes() -> None:
     raw = msgpack.unpackb(pack_batch(BATCH, [KV, SWA]))
     ts, events, rank, *ours = raw  # vLLM 0.26: [time, events, data parallel rank], what follows is ignored
-    assert (ts, rank, ours) == (12.5, 0, ["incarnation", {"num_open": 3}])
+    assert (ts, rank, ours) == (12.5, 0, ["incarnation", vars(InstanceLoad(num_open=3))])
     stored, other_type, _, removed, cleared = events
     assert stored == {
         "type": "BlockStored",
@@ -271,7 +282,7 @@ class Talk:
 def talk() -> Iterator[Talk]:
     one, context = OnePool(), zmq.Context()
     config = EngineConfig(enable_kv_events=True, heart_beat_interval=60.0, peer_timeout_s=120.0)
-    publisher = KvPublisher(context, config, one.journal, [KV], "me", load={"num_open": 7})
+    publisher = KvPublisher(context, config, one.journal, [KV], "me", load=InstanceLoad(num_open=7))
     both = Talk(publisher, one)
     yield both
     both.context.destroy(linger=0)
@@ -281,7 +292,7 @@ def talk() -> Iterator[Talk]:
 
 def test_the_first_batch_says_that_nothing_is_left_of_an_earlier_process(talk: Talk) -> None:
     ((number, batch),) = talk.ask((0).to_bytes(8, "big"))
-    assert (number, batch.events, batch.incarnation, batch.load) == (0, [Cleared()], "me", {"num_open": 7})
+    assert (number, batch.events, batch.incarnation, batch.load) == (0, [Cleared()], "me", InstanceLoad(num_open=7))
 
 
 def test_whoever_missed_batches_gets_them_once_more_and_who_missed_none_gets_none(talk: Talk) -> None:
@@ -361,12 +372,12 @@ def test_a_load_is_told_at_every_interval_also_when_nothing_happens(monkeypatch:
     one, context, now = OnePool(), zmq.Context(), 0.0
     monkeypatch.setattr(kv_publisher, "now", lambda: now)
     config = EngineConfig(enable_kv_events=True, heart_beat_interval=1.0)
-    publisher = KvPublisher(context, config, one.journal, [KV], "me", load={"num_open": 7})
+    publisher = KvPublisher(context, config, one.journal, [KV], "me", load=InstanceLoad(num_open=7))
     try:
         for step in range(49):
             now = step / 8
-            publisher.tick({"num_open": 7} if publisher.heartbeat_due else None)
-        assert [unpack_batch(payload).load for _, payload in publisher._kept] == [{"num_open": 7}] * 7
+            publisher.tick(InstanceLoad(num_open=7) if publisher.heartbeat_due else None)
+        assert [unpack_batch(payload).load for _, payload in publisher._kept] == [InstanceLoad(num_open=7)] * 7
     finally:
         publisher.close()
         context.destroy(linger=0)
@@ -379,7 +390,7 @@ def test_a_taken_port_is_an_error_that_names_it() -> None:
             port = taken.bind_to_random_port("tcp://127.0.0.1")
             config = EngineConfig(enable_kv_events=True, kv_events_port=port)
             with pytest.raises(StartupError, match=f"kv_events_port {port}"):
-                KvPublisher(context, config, CacheJournal(BLOCK), [KV], "me", load={})
+                KvPublisher(context, config, CacheJournal(BLOCK), [KV], "me", load=InstanceLoad())
     finally:
         context.destroy(linger=0)
 
@@ -405,6 +416,6 @@ def test_random_events_survive_the_wire() -> None:
             hashes = [dice.randbytes(16) for _ in range(dice.randrange(1, 4))]
             stored = Stored(tier, kind, hashes, dice.choice([None, dice.randbytes(16)]), [7] * dice.randrange(5), 4)
             events.append(dice.choice([stored, Removed(tier, kind, hashes), Cleared()]))
-        more: dict[str, Any] = {"load": dice.choice([None, {"compute_s": 0.5, "read_s": None}])}
+        more: dict[str, Any] = {"load": dice.choice([None, InstanceLoad(compute_s=0.5)])}
         batch = EventBatch(dice.random(), events, "x" * dice.randrange(3), **more)
         assert unpack_batch(pack_batch(batch, list(BlockType))) == batch

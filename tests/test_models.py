@@ -155,7 +155,7 @@ def test_layout_and_limits_come_from_the_model(tmp_path):
             ("key", "float32", (32, 2, 20)),
             ("value", "float32", (32, 2, 20)),
         ]
-    assert (runner.max_model_len, runner.vocab_size) == (2048, tiny_models.VOCAB)
+    assert (runner.facts.max_model_len, runner.facts.vocab_size) == (2048, tiny_models.VOCAB)
 
 
 @pytest.mark.parametrize(
@@ -178,9 +178,9 @@ def test_layers_are_sorted_into_block_types(tmp_path, family, settings, layers):
 def test_generation_config_names_the_end_tokens_before_config(tmp_path):
     folder = tiny_models.make(tmp_path, "llama", eos_token_id=2)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
-    assert ModelRunner(EngineConfig(model=str(folder)), progress=False).eos_token_ids == [5, 7]
+    assert ModelRunner(EngineConfig(model=str(folder)), progress=False).facts.eos_token_ids == [5, 7]
     (folder / "generation_config.json").unlink()
-    assert ModelRunner(EngineConfig(model=str(folder)), progress=False).eos_token_ids == [2]
+    assert ModelRunner(EngineConfig(model=str(folder)), progress=False).facts.eos_token_ids == [2]
 
 
 def test_sharded_checkpoint_equals_single_file(tmp_path):

@@ -63,7 +63,7 @@ class Pair(Driver):
         (layout,) = head.runner.layout.blocks
         assert layout.layers == (0,) and layout.block_size == BLOCK
         shape = (len(self.caches[0]), len(layout.tensors), *layout.tensors[0].shape)
-        self.head_cache = torch.full(shape, float("nan"), dtype=head.runner.dtype)
+        self.head_cache = torch.full(shape, float("nan"), dtype=head.runner.facts.dtype)
         head.runner.bind_cache([self.head_cache])
         self.drafts: list[list[int]] = []
 

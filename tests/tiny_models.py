@@ -261,7 +261,7 @@ class Driver:
     def _new_caches(self, runner: ModelRunner) -> list[torch.Tensor]:
         layout = runner.layout.blocks[0]
         shape = (self.num_blocks, len(layout.tensors), *layout.tensors[0].shape)
-        caches = [torch.full(shape, float("nan"), dtype=runner.dtype) for _ in layout.layers]
+        caches = [torch.full(shape, float("nan"), dtype=runner.facts.dtype) for _ in layout.layers]
         runner.bind_cache(caches)
         return caches
 

@@ -12,6 +12,8 @@ number is -1.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,22 +65,66 @@ Event = Stored | Removed | Cleared
 
 
 @dataclass(frozen=True)
+class InstanceLoad:
+    """The work and the speed of an instance, which its heartbeats tell a router; None where it has measured nothing.
+
+    ===================  ===========================================================================================
+    num_open             requests that clients wait for; some are `num_waiting`, some `num_running`
+    backlog_tokens       prompt tokens of its open requests that are still to be computed
+    compute_s            of one prompt token
+    load_s, read_s       of one block from host to device, from store to host
+    step_s               between two tokens of a running answer
+    ttft_s               recent median from arrival to first token
+    store_state          `detached`: it reads nothing of its store; empty: not told
+    ===================  ===========================================================================================
+    """
+
+    num_open: int = 0
+    num_waiting: int = 0
+    num_running: int = 0
+    backlog_tokens: int = 0
+    compute_s: float | None = None
+    load_s: float | None = None
+    read_s: float | None = None
+    step_s: float | None = None
+    ttft_s: float | None = None
+    store_state: str = ""
+
+    @classmethod
+    def from_dict(cls, raw: object) -> InstanceLoad:
+        """The usable part of `raw`: unknown names, wrong types and impossible numbers count as not told."""
+        told: dict[str, Any] = raw if isinstance(raw, dict) else {}
+        values: dict[str, Any] = {}
+        for item in dataclasses.fields(cls):
+            value = told.get(item.name)
+            if isinstance(item.default, str):
+                good = isinstance(value, str)
+            elif item.default is None:
+                good = isinstance(value, int | float) and math.isfinite(value) and value > 0
+            else:
+                good = isinstance(value, int) and value >= 0
+            if good and not isinstance(value, bool):
+                values[item.name] = value
+        return cls(**values)
+
+
+@dataclass(frozen=True)
 class EventBatch:
     """What happened to the caches of one process since the batch before; also a sign of life when nothing has.
 
-    `load`: see `engine/publisher.py`; None in answers to questions.
+    `load` comes with heartbeats; None in other batches and in answers to questions.
     """
 
     ts: float
     events: list[Event]
     incarnation: str = ""
-    load: dict[str, Any] | None = None
+    load: InstanceLoad | None = None
 
 
 def pack_batch(batch: EventBatch, groups: Sequence[BlockType]) -> bytes:
     """Bytes of a batch; `groups` are the model's block types in order."""
     events = [_to_map(event, groups) for event in batch.events]
-    packed: bytes = msgpack.packb([batch.ts, events, 0, batch.incarnation, batch.load])
+    packed: bytes = msgpack.packb([batch.ts, events, 0, batch.incarnation, batch.load and vars(batch.load)])
     return packed
 
 
@@ -88,7 +134,8 @@ def unpack_batch(data: bytes) -> EventBatch:
         ts, events, _rank, incarnation, load = msgpack.unpackb(data, strict_map_key=False)[:5]
         if not isinstance(incarnation, str) or not isinstance(load, (dict, type(None))):
             raise WireError("a batch of events without an incarnation")
-        return EventBatch(float(ts), [_from_map(event) for event in events], incarnation, load)
+        told = InstanceLoad.from_dict(load) if load is not None else None
+        return EventBatch(float(ts), [_from_map(event) for event in events], incarnation, told)
     except WireError:
         raise
     except Exception as error:  # msgpack has several kinds for broken bytes; so have wrong shapes

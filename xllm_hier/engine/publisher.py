@@ -14,7 +14,7 @@ from ..block import BlockType
 from ..clock import now
 from ..config import EngineConfig
 from ..errors import StartupError
-from ..kv_events import END, SNAPSHOT, TOPIC, Cleared, EventBatch, pack_batch
+from ..kv_events import END, SNAPSHOT, TOPIC, Cleared, EventBatch, InstanceLoad, pack_batch
 from .blocks.journal import CacheJournal
 
 log = logging.getLogger("xllm.events")
@@ -42,7 +42,7 @@ class KvPublisher:
         groups: Sequence[BlockType],
         incarnation: str,
         *,
-        load: dict[str, Any],
+        load: InstanceLoad,
     ) -> None:
         self._journal, self._groups = journal, groups
         self._incarnation = incarnation
@@ -86,7 +86,7 @@ class KvPublisher:
         """It is time for a `tick` with a load."""
         return now() >= self._next_heartbeat
 
-    def tick(self, load: dict[str, Any] | None = None) -> None:
+    def tick(self, load: InstanceLoad | None = None) -> None:
         """Publish the events since the last call; with a `load` also that, whether or not there are events. Answer
         questions."""
         events = self._journal.take()
@@ -106,7 +106,7 @@ class KvPublisher:
         """The next `tick` has something to do."""
         return bool(self._snapshots)
 
-    def _send(self, events: list[Any], load: dict[str, Any] | None) -> None:
+    def _send(self, events: list[Any], load: InstanceLoad | None) -> None:
         if load is not None:
             self._next_heartbeat = now() + self._interval_s
         payload = self._pack(events, load)
@@ -114,7 +114,7 @@ class KvPublisher:
         self._kept.append((self._number, payload))
         self._number += 1
 
-    def _pack(self, events: list[Any], load: dict[str, Any] | None = None) -> bytes:
+    def _pack(self, events: list[Any], load: InstanceLoad | None = None) -> bytes:
         return pack_batch(EventBatch(time.time(), events, self._incarnation, load), self._groups)
 
     def _answer(self, sender: bytes, question: bytes) -> None:

@@ -7,7 +7,6 @@ import statistics
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..config import EngineConfig
 from ..figures import (
@@ -20,6 +19,7 @@ from ..figures import (
     WorkerReady,
     WorkerStats,
 )
+from ..kv_events import InstanceLoad
 from ..plans import ForwardOutput
 from ..version import __version__
 from .build import EngineParts
@@ -111,23 +111,23 @@ class EngineReport:
         block_bytes = sum(found.block_bytes for found in ours)
         return TypeInfo(sizes.num_device_blocks, sizes.num_host_blocks, block_bytes, sizes.span)
 
-    def load(self) -> dict[str, Any]:
-        """What a router should know of this engine now: how much there is to do, and the rates measured here, None
-        where nothing was measured (lately)."""
+    def load(self) -> InstanceLoad:
+        """The work that waits here now and the rates measured here, for a router; None where nothing was measured
+        lately."""
         scheduler, policy, recent = self._scheduler, self._policy, self.totals.recent_decodes
         first_tokens = scheduler.replies.first_token_s
-        return {
-            "num_open": scheduler.num_open + self._role.num_elsewhere,
-            "num_waiting": len(scheduler.waiting) + len(scheduler.prefetching),
-            "num_running": len(scheduler.running),
-            "backlog_tokens": scheduler.backlog_tokens(),
-            "compute_s": policy.compute.value,
-            "load_s": policy.load.value,
-            "read_s": policy.read.value,
-            "step_s": statistics.median(recent) if recent else None,
-            "ttft_s": statistics.median(first_tokens) if first_tokens else None,
-            "store_state": worst_state(list(self.store_states.values())),
-        }
+        return InstanceLoad(
+            num_open=scheduler.num_open + self._role.num_elsewhere,
+            num_waiting=len(scheduler.waiting) + len(scheduler.prefetching),
+            num_running=len(scheduler.running),
+            backlog_tokens=scheduler.backlog_tokens(),
+            compute_s=policy.compute.value,
+            load_s=policy.load.value,
+            read_s=policy.read.value,
+            step_s=statistics.median(recent) if recent else None,
+            ttft_s=statistics.median(first_tokens) if first_tokens else None,
+            store_state=worst_state(list(self.store_states.values())),
+        )
 
     def stats(self) -> EngineStats:
         """The figures behind /cache/stats and /metrics."""

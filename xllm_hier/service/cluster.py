@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 import aiohttp
 import zmq.asyncio
 
-from ..kv_events import EventBatch
+from ..kv_events import EventBatch, InstanceLoad
 from ..registry import MASTER, Etcd, Membership, instances_of, replica_key
 from .config import ServiceConfig
 from .instances import Instance, Instances
 from .kv_event_stream import KvEventStream, rules_of
-from .policies import Candidate, InstanceLoad, Router
+from .policies import Candidate, Router
 from .prefix_index import PrefixIndex
 from .store_watch import StoreWatch
 
@@ -198,7 +198,7 @@ class Cluster:
     def _on_batch(self, name: str, batch: EventBatch) -> None:
         instance = self.instances.alive(name, batch.incarnation, _now())
         if instance is not None and batch.load is not None:
-            instance.load = InstanceLoad.from_dict(batch.load)
+            instance.load = batch.load
             self.router.heard(name, batch.incarnation, instance.load)
 
     async def _look_after(self) -> None:

@@ -21,9 +21,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+from ..kv_events import InstanceLoad
 from ..registry import InstanceInfo
 from .config import ServiceConfig
-from .policies import InstanceLoad
 
 log = logging.getLogger("xllm.service")
 

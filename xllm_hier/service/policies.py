@@ -25,8 +25,9 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..hashing import prompt_hashes, root_hash
-from .instance_load import Candidate, InstanceLoad, Rates, rates_of, with_one_more
+from ..kv_events import InstanceLoad
 from .prefix_index import Match, PrefixIndex, UnderWay
+from .rates import Candidate, Rates, rates_of, with_one_more
 
 __all__ = ["POLICIES", "Candidate", "InstanceLoad", "Prompt", "Route", "Router"]
 

@@ -12,7 +12,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 import zmq
 from tqdm import tqdm
 
-from ..block import BlockType, CacheLayout
+from ..block import BlockType
 from ..calls import (
     ClearStore,
     GetWorkerStats,
@@ -34,8 +34,8 @@ from ..calls import (
     WorkerResult,
 )
 from ..config import EngineConfig
-from ..errors import ConfigError, XllmError
-from ..figures import DraftDetails, TypeSizes, WorkerReady, WorkerState, WorkerStats
+from ..errors import XllmError
+from ..figures import DraftDetails, WorkerReady, WorkerState, WorkerStats
 from ..models.parallel import TensorParallel
 from ..plans import (
     BlocksCompared,
@@ -55,6 +55,7 @@ from ..plans import (
 )
 from ..store_key import MAIN
 from ..wire import Channel
+from .caches import WorkerCaches
 from .compute.block_compare import compare_blocks
 from .compute.model_runner import ModelOutput, ModelRunner
 from .compute.plan_digest import PlanDigest
@@ -64,8 +65,6 @@ from .peers.push import Pushes
 from .peers.transfer_engine import transfer_ports
 from .platform import Platform
 from .store.mooncake_client import set_environment
-from .tiers.cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes
-from .tiers.cache_sizes import CacheSizes, strides
 from .tiers.kv_cache_transfer import HierarchyKVCacheTransfer
 from .tiers.layered_wait import LoadWaiter
 from .transfer_stats import KINDS, PD_KINDS, TransferStats
@@ -96,18 +95,7 @@ class Worker:
         self.runner = ModelRunner(config, progress=rank == 0, platform=self.platform, parallel=parallel)
         self.draft = DraftModel.load(config, self.runner, progress=rank == 0)
         runners = {MAIN: self.runner} | ({self.draft.component: self.draft.runner} if self.draft else {})
-        self._block_bytes = _block_bytes([runner.layout for runner in runners.values()])
-        if config.audit_rate and self.runner.layout.blocks[0].block_type is not BlockType.KV:
-            allowed = "0 for a model of sliding windows alone, of which no prefix is kept (or --cache_layout=flat)"
-            raise ConfigError("audit_rate", config.audit_rate, allowed)
-        self._strides = strides(config, self.runner.layout.blocks)
-        sizes = CacheSizes(config, self.runner.layout.blocks)
-        num_blocks = sizes.fit(self.platform.cache_budget(config), self._block_bytes)
-        self.num_device_blocks = sizes.counts(parallel.agree(num_blocks, device=self.platform.device))
-        factor = config.host_blocks_factor if config.host_cache_enabled else 0.0
-        self.num_host_blocks = {kind: int(count * factor) for kind, count in self.num_device_blocks.items()}
-        domains = [self._new_domain(component, runner) for component, runner in runners.items()]
-        self._domains = domains
+        self._caches = WorkerCaches(config, runners, self.platform, parallel)
         identities = {MAIN: self.runner.identity}
         if self.draft is not None:
             identities[self.draft.component] = self.draft.identity
@@ -121,27 +109,16 @@ class Worker:
             copier=self.platform.copier(config),
             meeting=meeting,
         )
-        for domain in domains:
+        for domain in self._caches.domains:
             self.transfer.register(domain)
-        self.transfer.build(self.num_host_blocks)
+        self.transfer.build(self._caches.num_host_blocks)
         self.pd: PdTransfer | None = None
         if config.enable_disagg_pd:
+            domains = self._caches.domains
             self.pd = PdTransfer(config, rank, domains, self.platform, stats=self.stats, answer=self.answer)
         self._digest = PlanDigest()
         self._doing = "nothing"
         self._receiver = threading.Thread(target=self._receive, name="plans", daemon=True)
-
-    def _new_domain(self, component: str, runner: ModelRunner) -> CacheDomain:
-        """A model's device caches, bound to it."""
-        domain = CacheDomain(runner.layout.role, component, runner.layout)
-        by_layer: dict[int, torch.Tensor] = {}
-        for layout in runner.layout.blocks:
-            kind = layout.block_type
-            caches = allocate_device_cache(layout, self.num_device_blocks[kind], self.platform.device)
-            by_layer.update(zip(layout.layers, caches, strict=True))
-            domain.caches[kind] = BlockCache(layout, [as_bytes(cache) for cache in caches])
-        runner.bind_cache([by_layer[layer] for layer in range(runner.layout.num_layers)])
-        return domain
 
     def answer(self, message: Any) -> None:
         """Send to the engine; a socket may change threads under a lock."""
@@ -162,36 +139,23 @@ class Worker:
             self._execute(plan)
 
     def _ready(self) -> WorkerReady:
-        runner, sizes = self.runner, self.num_device_blocks
+        runner, caches = self.runner, self._caches
         return WorkerReady(
             rank=self.rank,
-            types=[
-                TypeSizes(kind.value, layout.span, sizes[kind], self.num_host_blocks[kind], self._block_bytes[kind])
-                for layout in runner.layout.blocks
-                for kind in [layout.block_type]
-            ],
-            block_size=runner.block_size,
-            max_model_len=runner.max_model_len,
-            vocab_size=runner.vocab_size,
-            eos_token_ids=list(runner.eos_token_ids),
+            types=caches.sizes,
+            block_size=runner.facts.block_size,
+            max_model_len=runner.facts.max_model_len,
+            vocab_size=runner.facts.vocab_size,
+            eos_token_ids=list(runner.facts.eos_token_ids),
             model=runner.details,
             draft=self._draft_details(),
-            strides={kind.value: tokens for kind, tokens in self._strides.items()},
-            store_keys=self._store_keys(),
+            strides={kind.value: tokens for kind, tokens in caches.strides.items()},
+            store_keys=caches.store_keys(self.rank),
             store_state=self.transfer.store_state,
             host_bytes=self.transfer.host_bytes,
             identity=runner.identity.text if self.pd is not None else "",
             endpoint=self.pd.endpoint if self.pd is not None else None,
         )
-
-    def _store_keys(self) -> dict[str, list[str]]:
-        """By block type, the key prefixes of the objects that this rank keeps in the store."""
-        keys: dict[str, list[str]] = {}
-        for domain in self._domains:
-            for kind, cache in domain.caches.items():
-                if cache.layout.kept_by(self.rank):
-                    keys.setdefault(kind.value, []).append(cache.prefix)
-        return keys
 
     def _draft_details(self) -> DraftDetails | None:
         if self.draft is None:
@@ -289,7 +253,7 @@ class Worker:
             self.transfer.offload(plan)
 
     def _compare(self, plan: CompareBlocks) -> None:
-        cache = self._domains[0].caches[BlockType(plan.block_type)]
+        cache = self._caches.domains[0].caches[BlockType(plan.block_type)]
         verdicts = compare_blocks(cache, plan.first.tolist(), plan.second.tolist())
         self.answer(BlocksCompared(plan.compare_id, self.rank, verdicts))
 
@@ -332,15 +296,6 @@ class Worker:
             failures,
             pushes.waited_s,
         )
-
-
-def _block_bytes(layouts: Iterable[CacheLayout]) -> dict[BlockType, int]:
-    """What a block of each type takes on the device, in all domains together."""
-    nbytes: dict[BlockType, int] = {}
-    for layout in layouts:
-        for block in layout.blocks:
-            nbytes[block.block_type] = nbytes.get(block.block_type, 0) + block.payload_bytes
-    return nbytes
 
 
 def run_worker(

@@ -82,14 +82,14 @@ class DraftModel:
             return None
         is_head = config.speculative_algorithm == "mtp"
         more: dict[str, Any] = {"platform": target.platform, "parallel": target.parallel, "role": CacheRole.DRAFT}
-        more["block_size"] = target.block_size  # its blocks are the target's, number by number
+        more["block_size"] = target.facts.block_size  # its blocks are the target's, number by number
         if is_head:
             runner = ModelRunner(config, progress=progress, head_of=target, **more)
         else:
             folder = Path(config.draft_model)
-            check_same_tokenizer(config.tokenizer_folder, folder, target.vocab_size)
-            longest = _facts(folder).get("max_position_embeddings") or target.max_model_len
-            longest = min(target.max_model_len, longest)
+            check_same_tokenizer(config.tokenizer_folder, folder, target.facts.vocab_size)
+            longest = _facts(folder).get("max_position_embeddings") or target.facts.max_model_len
+            longest = min(target.facts.max_model_len, longest)
             own = dataclasses.replace(config, model=config.draft_model, max_model_len=longest)
             try:
                 runner = ModelRunner(own, progress=progress, **more)
@@ -146,7 +146,7 @@ class DraftModel:
         following = drawn or ([sequence.next_token] if sequence.next_token is not None else [])
         known = [*given, *following]  # from position sequence.start on
         first = max(sequence.draft_from, FIRST_POSITION if self.is_head else 0)
-        limit = self.runner.max_model_len
+        limit = self.runner.facts.max_model_len
         tokens = known[first - sequence.start : max(0, limit - sequence.start)]
         if not tokens:
             return None
@@ -163,7 +163,7 @@ class DraftModel:
             if before < 0:  # a step before this one computed it
                 assert sequence.states is not None, "a head needs the row before its first"
                 hidden = torch.cat([self.runner.saved_hidden(sequence.states.source), hidden])
-        room = min(len(sequence.block_table) * self.runner.block_size, limit) - end + 1
+        room = min(len(sequence.block_table) * self.runner.facts.block_size, limit) - end + 1
         wanted = min(sequence.num_proposals, room) if drawn and whole else 0
         sampling = None
         if wanted and sequence.sampling is not None:
@@ -235,12 +235,12 @@ class DraftModel:
 
     def _collect(self, works: list[_Work], drawn: ModelOutput) -> None:
         for work, token in zip(works, drawn.token_ids, strict=True):
-            if token < self._target.vocab_size:  # else no token of the target's: padding of a larger matrix
+            if token < self._target.facts.vocab_size:  # else no token of the target's: padding of a larger matrix
                 work.proposals.append(token)
 
     def _ids(self, tokens: list[int]) -> Ints:
         """Tokens beyond the draft's vocabulary can only come in prompts of token ids: any other will do."""
-        return ints(tokens).clip(max=self.runner.vocab_size - 1)
+        return ints(tokens).clip(max=self.runner.facts.vocab_size - 1)
 
 
 def _no_wait(_layer: int) -> None:

@@ -1,61 +1,16 @@
-"""How much each instance has to do and how fast it is, as its heartbeats say; what it has not measured is guessed."""
+"""The rates of each instance, as its heartbeats tell them; a rate that it has not measured is guessed."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+
+from ..kv_events import InstanceLoad
 
 DEFAULT_COMPUTE_S = 1e-4  # of a token, where nobody has measured anything
 LOAD_SHARE, READ_SHARE = 0.05, 0.25  # of computing a token: what nobody has measured of restoring it
 SHARED_SHARE = 0.5  # of a step does not grow with its sequences: weights are read once
-
-
-@dataclass(frozen=True)
-class InstanceLoad:
-    """How much an instance has to do and how fast it is, as its heartbeats say; None where it has measured nothing.
-
-    ===================  ===========================================================================================
-    num_open             requests somebody waits for; some are `num_waiting`, some `num_running`
-    backlog_tokens       prompt tokens of its open requests that are still to be computed
-    compute_s            of one prompt token
-    load_s, read_s       of one block from host to device, from store to host
-    step_s               between two tokens of a running answer
-    ttft_s               recent median from arrival to first token
-    store_state          `detached`: it reads nothing of its store; empty: not told
-    ===================  ===========================================================================================
-    """
-
-    num_open: int = 0
-    num_waiting: int = 0
-    num_running: int = 0
-    backlog_tokens: int = 0
-    compute_s: float | None = None
-    load_s: float | None = None
-    read_s: float | None = None
-    step_s: float | None = None
-    ttft_s: float | None = None
-    store_state: str = ""
-
-    @classmethod
-    def from_dict(cls, raw: object) -> InstanceLoad:
-        """What of `raw` can be used: unknown names, wrong types and impossible numbers count as not told."""
-        told: dict[str, Any] = raw if isinstance(raw, dict) else {}
-        values: dict[str, Any] = {}
-        for item in dataclasses.fields(cls):
-            value = told.get(item.name)
-            if isinstance(item.default, str):
-                good = isinstance(value, str)
-            elif item.default is None:
-                good = isinstance(value, int | float) and math.isfinite(value) and value > 0
-            else:
-                good = isinstance(value, int) and value >= 0
-            if good and not isinstance(value, bool):
-                values[item.name] = value
-        return cls(**values)
 
 
 @dataclass(frozen=True)
