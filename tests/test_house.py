@@ -167,6 +167,37 @@ def test_every_module_says_what_it_is(name: str) -> None:
     assert docstring and len(docstring) > 20
 
 
+def words_of_the_tour() -> dict[str, str]:
+    """The twelve words at the head of docs/architecture.md, each with the place of its function."""
+    lines = (ROOT / "docs" / "architecture.md").read_text().partition("## Files")[0].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    return {word: place.strip("`") for word, _, place in rows if "::" in place}
+
+
+def test_the_tour_begins_with_twelve_words() -> None:
+    words = "block life, hit rule, restore rule, store key, plan, layered wait, write-back commit, AND over ranks"
+    words += ", PD cursor, checksum, circuit breaker, floor"
+    assert list(words_of_the_tour()) == words.split(", ")
+
+
+@pytest.mark.parametrize("word", words_of_the_tour())
+def test_each_word_of_the_tour_has_its_function_where_it_says(word: str) -> None:
+    file, _, name = words_of_the_tour()[word].partition("::")
+    path = PACKAGE / file if (PACKAGE / file).exists() else ROOT / file
+    body: list[ast.stmt] = ast.parse(path.read_text()).body
+    for part in name.split("."):
+        names = {node.name: node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+        constants = {
+            target.id
+            for node in body
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        assert part in names or part in constants, f"{file} has no {name}"
+        body = names[part].body if part in names else []
+
+
 def test_no_drawers_for_leftovers() -> None:
     names = {path.stem for path in PACKAGE.rglob("*.py")}
     assert not names & {"utils", "util", "common", "helpers", "misc"}
