@@ -38,7 +38,7 @@ class BlockType(str, Enum):
 
 
 class CacheRole(str, Enum):
-    """Whose caches a domain holds: the model that answers, or the one that drafts for it."""
+    """The owner of a domain's caches: the model that answers, or the one that drafts for it."""
 
     TARGET = "TARGET"
     DRAFT = "DRAFT"

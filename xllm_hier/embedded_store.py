@@ -1,8 +1,9 @@
 """A Mooncake Store of the instance's own: one master and one segment on free ports, gone with the instance.
 
 The processes are the wheel's binaries; they die with their parent, write to log files of the run directory, and are
-started again on the same ports when they die alone. What lay in memory only is lost then: misses. With a `Disk` the
-client writes every object to a folder as well, within about a second, and whoever comes up there next finds them.
+started again on the same ports when they die alone. Objects that lay in memory only are lost then: misses. With a
+`Disk` the client writes every object to a folder as well, within about a second, and whoever comes up there next finds
+them.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Disk:
         return cls(config.embedded_store_dir, config.embedded_store_disk_size)
 
     def environment(self, num_workers: int) -> dict[str, str]:
-        """What the client must be told.
+        """The settings of the client.
 
         A bucket is a file, written when it is full; with one object in each, none waits for others to come. Whatever
         the limit, Mooncake also makes room when less than a bucket's default size (256 MiB) is free on the disk.

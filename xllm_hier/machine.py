@@ -1,4 +1,4 @@
-"""What a setting says of this machine, looked at before any process starts: addresses, ports, folders, devices."""
+"""Settings against this machine, before any process starts: addresses, ports, folders, devices."""
 
 from __future__ import annotations
 

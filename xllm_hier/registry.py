@@ -44,7 +44,7 @@ class RegistryError(XllmError):
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceInfo:
-    """What the registry holds of one instance: xLLM's fields, then ours.
+    """The registry's entry of one instance: xLLM's fields, then ours.
 
     ===================  ==========================================================================================
     name                 `host:port` of its HTTP server

@@ -1,7 +1,7 @@
 """How a setting is declared, checked and read: command line, environment, config file; config.py has them all.
 
-Order of precedence: command line, environment (`XLLM_<NAME>`), config file (JSON or YAML), default. What does not parse
-is a ConfigError with the setting's name, its value and what is allowed.
+Order of precedence: command line, environment (`XLLM_<NAME>`), config file (JSON or YAML), default. A value that does
+not parse is a ConfigError with the setting's name, its value and what is allowed.
 """
 
 from __future__ import annotations

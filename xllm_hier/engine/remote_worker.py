@@ -120,8 +120,8 @@ class RemoteWorkers:
         self._pinged = dict.fromkeys(self._pinged, now)
 
     def blame(self, silent: Sequence[int]) -> str:
-        """Who keeps `silent` from answering, as far as can be told: ranks wait for each other in collectives, so that
-        one that stands still silences all."""
+        """The ranks that keep `silent` from answering, as far as can be told: ranks wait for each other in collectives,
+        so that one that stands still silences all."""
         period = min(_PING_PERIOD_S, self._silence_limit_s / 4)
         deaf = [rank for rank, since in self._pinged.items() if time.monotonic() - since > period]
         if deaf:

@@ -1,1 +1,1 @@
-"""What each model family needs beyond transformers: decoder layers, weight loading, the demo model."""
+"""Models beyond transformers: decoder layers, weight loading, the demo model."""

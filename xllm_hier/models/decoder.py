@@ -32,7 +32,7 @@ from .rope import RopeTable
 
 
 class Attention(Protocol):
-    """What a model calls in each layer: writes K and V, returns [rows, heads * head_dim]."""
+    """The call of a model in each layer: writes K and V, returns [rows, heads * head_dim]."""
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, wanted_only: bool = False
@@ -40,7 +40,7 @@ class Attention(Protocol):
 
 
 class Recurrence(Protocol):
-    """What a model calls in each layer with a state instead of keys and values: takes sequences' states over the rows.
+    """The call of a model in each layer with a state instead of keys and values: takes sequences' states over the rows.
 
     `projected` [rows, channels + 2 value_heads] is what GatedDelta makes for it; returns [rows, value columns].
     """

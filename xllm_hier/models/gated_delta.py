@@ -25,7 +25,7 @@ from .parts import Loader, rms_norm, tiles_of
 
 @dataclass
 class GatedDelta:
-    """What a gated delta net has in the place of an attention part, with this rank's heads."""
+    """A gated delta net's part in the place of attention, with this rank's heads."""
 
     spec: RecurrentSpec
     eps: float
@@ -45,7 +45,7 @@ class GatedDelta:
         return [self.inputs, self.gate, self.out.linear]
 
     def project(self, x: torch.Tensor, prefill: bool, target: torch.Tensor) -> None:
-        """What normed rows [rows, hidden], whole tiles of one section, are projected to, into `target` [rows, width].
+        """Project normed rows [rows, hidden], whole tiles of one section, into `target` [rows, width].
 
         The gates' activation runs inside their product, see Fused.
         """
@@ -57,7 +57,7 @@ class GatedDelta:
         return projected[:, : self.spec.inputs]
 
     def gated(self, values: torch.Tensor, projected: torch.Tensor) -> torch.Tensor:
-        """What the recurrence gives [rows, value columns], each head normed and multiplied by its gate."""
+        """The recurrence's output [rows, value columns], each head normed and multiplied by its gate."""
         normed = rms_norm(values.view(len(values), -1, self.spec.value_dim), self.norm, self.eps).flatten(1)
         return normed.mul_(projected[:, self.spec.inputs :])
 

@@ -37,7 +37,7 @@ class AttentionPart(Protocol):
 
 
 class Mlp(Protocol):
-    """What follows the attention in a layer; rows as in AttentionPart."""
+    """The part behind the attention in a layer; rows as in AttentionPart."""
 
     def linears(self) -> list[Linear]:
         """Those that run in the section's tiles."""

@@ -47,7 +47,7 @@ class Detokenizer:
         return self._show(settled)
 
     def flush(self) -> str:
-        """What is still held back, at the output's end."""
+        """The text still held back, at the output's end."""
         return self._show(self._decode())
 
     def _show(self, text: str) -> str:
@@ -75,7 +75,7 @@ class StopFinder:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """What may be shown now, and the stop string that was found (then nothing may follow)."""
+        """The text that may be shown now, and the stop string that was found (then nothing may follow)."""
         if not self._stops:
             return text, None
         text = self._held + text

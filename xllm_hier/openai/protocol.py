@@ -49,7 +49,7 @@ class StreamOptions(BaseModel):
 
 
 class Routing(BaseModel):
-    """What the service adds: whom it chose, the prompts as it tokenised them, and the id it gave the request."""
+    """Fields that the service adds: the chosen instance, the prompts as it tokenised them, the id of the request."""
 
     model_config = ConfigDict(extra="forbid")
     prefill_name: str = ""
@@ -59,7 +59,7 @@ class Routing(BaseModel):
 
 
 class _Request(BaseModel):
-    """What both endpoints have in common."""
+    """Fields of both endpoints."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = _PENALTIES

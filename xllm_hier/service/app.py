@@ -38,7 +38,7 @@ router = APIRouter()
 
 
 class Front:
-    """What all routes share; owns nothing that needs closing."""
+    """The state that all routes share; owns nothing that needs closing."""
 
     def __init__(self, cluster: Cluster, tokenizer: Tokenizer | None) -> None:
         self.cluster, self.tokenizer = cluster, tokenizer

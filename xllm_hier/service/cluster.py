@@ -1,4 +1,4 @@
-"""What one replica of the service knows of its cluster, kept up to date by tasks: registry, streams of events, probes.
+"""One replica's knowledge of its cluster, kept up to date by tasks: registry, streams of events, probes.
 
 Replicas are equal: each follows all instances by itself and can route every request. One of them is the master, by the
 first key in the registry; should it die, the next one that sees the key gone takes it.

@@ -31,7 +31,7 @@ _PROBE_EVERY_S = 1.0
 
 
 class State(str, Enum):
-    """What the service thinks of an instance."""
+    """The service's judgement of an instance."""
 
     ACTIVE = "ACTIVE"
     LEASE_LOST = "LEASE_LOST"
@@ -83,7 +83,7 @@ class Instances:
         self.by_name: dict[str, Instance] = {}
 
     def registered(self, found: dict[str, InstanceInfo], now: float) -> None:
-        """What the registry has, as it was just read."""
+        """Take the registry's entries, as they were just read."""
         for name, info in found.items():
             known = self.by_name.get(name)
             if known is not None and known.info.incarnation_id != info.incarnation_id:
@@ -163,7 +163,8 @@ class Instances:
         return unsure or silent or instance.doubted or instance.state is State.SUSPECT
 
     def probed(self, instance: Instance, healthy: bool, now: float, *, drains: bool = False) -> None:
-        """What became of asking for its /health; `drains`: it says that it finishes what it has and takes nothing."""
+        """Take the outcome of a question for its /health; `drains`: it says that it finishes what it has and takes
+        nothing."""
         instance.probing = instance.doubted = False
         drained, instance.drains = instance.drains, drains
         if self.by_name.get(instance.info.name) is not instance:

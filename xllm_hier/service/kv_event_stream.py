@@ -29,7 +29,7 @@ _QUEUED = 100_000  # batches, before some are missed
 
 
 def rules_of(info: InstanceInfo) -> list[RestoreRule]:
-    """What a restore needs of each block type of an instance. Raises ValueError for a type that is none."""
+    """The restore rule of each block type of an instance. Raises ValueError for a type that is none."""
     return [RestoreRule(BlockType(name), info.block_size, int(span)) for name, span in info.types]
 
 

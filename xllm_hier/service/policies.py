@@ -7,8 +7,8 @@
 
 All rates are those that the instances measure. Every instance is scored, whatever it has cached, so that one which has
 everything but is busy loses to an idle one: soon where many want the same prefix, since a second copy of it serves them
-too, later where nobody else does, since computing it once more only keeps others waiting. What the router has sent
-somewhere counts at once, before any heartbeat tells of it: its time as queue, its blocks as the device's.
+too, later where nobody else does, since computing it once more only keeps others waiting. Requests that the router has
+sent somewhere counts at once, before any heartbeat tells of it: its time as queue, its blocks as the device's.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Route:
 
 @dataclass(eq=False)
 class _Book:
-    """What the router has under way at one incarnation: prefill seconds and requests by route, and their blocks.
+    """The router's requests under way at one incarnation: prefill seconds and requests by route, and their blocks.
 
     `idle_since`: routes that were there when the instance last had nothing to compute. `blocks` counts all full blocks
     of their prompts, `ends` those behind which a prompt ends.

@@ -1,7 +1,7 @@
 """Which blocks each instance can have from which tier, as its events tell, and how much of a prompt that spares it.
 
 Device and host belong to one incarnation of one instance and go with it. A store belongs to all instances that read it
-and outlives them. What is known may be behind what is so: an answer says whether nothing was missed (`EXACT`), whether
+and outlives them. The index may be behind the caches: an answer says whether nothing was missed (`EXACT`), whether
 something may have been (`STALE`), or whether it was never told (`UNKNOWN`).
 """
 
@@ -75,7 +75,7 @@ class StoreIndex:
         return self._blocks.setdefault(block_type, set())
 
     def begin_listing(self) -> None:
-        """What is told from now on is newer than what `replace` will bring."""
+        """Events from now on are newer than the snapshot that `replace` will bring."""
         self._since = []
 
     def _note(self, there: bool, block_type: BlockType, hashes: Iterable[bytes]) -> None:
@@ -123,7 +123,7 @@ class StoreIndex:
 
 @dataclass(eq=False)
 class _Instance:
-    """What is known of one incarnation; `blocks[tier]` are those of device and host."""
+    """The known blocks of one incarnation; `blocks[tier]` are those of device and host."""
 
     incarnation: str
     rules: Sequence[RestoreRule]
@@ -208,7 +208,7 @@ class PrefixIndex:
     def match(
         self, name: str, hashes: Sequence[bytes], prompt_tokens: int, under_way: UnderWay = NOTHING_UNDER_WAY
     ) -> Match:
-        """What the instance would take from its caches of a prompt with these hashes of its full blocks.
+        """The part of a prompt, given by the hashes of its full blocks, that the instance would take from its caches.
 
         The last token is always computed. Of a state UNKNOWN only the store's part counts, which others have told of;
         what is `under_way` counts as the device's in any case.

@@ -1,4 +1,4 @@
-"""What differs between cpu, cuda and npu, behind one interface: streams, memory, copies, attention, collectives.
+"""The differences between cpu, cuda and npu, behind one interface: streams, memory, copies, attention, collectives.
 
 The npu half has never run on hardware. torch_npu is imported only when asked for: without CANN its import fails, and as
 an installed backend it even makes `import torch` fail unless TORCH_DEVICE_BACKEND_AUTOLOAD=0.

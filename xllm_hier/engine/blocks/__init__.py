@@ -1,1 +1,1 @@
-"""What is there, who gets blocks, what is kept: the block books of both tiers and every plan that moves blocks."""
+"""The block books of both tiers: hits, allocation, publishing, and every plan that moves blocks."""

@@ -1,4 +1,4 @@
-"""Who paid for which prompt token: device, host, store, or computing."""
+"""The tier that paid for each prompt token: device, host, store, or computing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PrefixAccount:
         self._count(sequence.usage, +1)
 
     def forget(self, sequence: Sequence) -> None:
-        """What a failed load brought was not there after all; the next admission accounts anew."""
+        """The blocks of a failed load were not there after all; the next admission accounts anew."""
         if sequence.usage is not None and not sequence.usage_sent:
             self._count(sequence.usage, -1)
             sequence.usage = None

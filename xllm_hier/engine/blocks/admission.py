@@ -1,4 +1,4 @@
-"""Who gets device blocks: a sequence's cached prefix joined, new blocks for its next tokens, host blocks reserved.
+"""Allocation: a sequence's cached prefix is joined, its next tokens get blocks, host blocks are reserved.
 
 Everything is all or nothing: an allocation that fails leaves the sequence and the pools as they were.
 """

@@ -2,8 +2,8 @@
 
 A state is that behind a number of tokens, and nothing can be made of it but those that follow. So a sequence has a
 block of its own that every step writes (and one for each draft it may verify, of which it does not know yet which one
-it will go on from), and at boundaries worth keeping a step writes a block more, which others may find. What was found
-is only read.
+it will go on from), and at boundaries worth keeping a step writes a block more, which others may find. A checkpoint
+that was found is only read.
 
     tokens    0 ......... 64 ......... 128 .. 150          prompt of 150, a checkpoint each 64 tokens
     blocks    nothing     c0           c1     live         step 1 reads nothing, writes c0, c1, live; step 2 reads live

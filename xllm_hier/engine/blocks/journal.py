@@ -1,4 +1,4 @@
-"""What happens to the caches of one engine, block by block, for those who route by it (`kv_events`)."""
+"""Events of the caches of one engine, block by block, for routers (`kv_events`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .types import TypePools
 
 @dataclass(frozen=True)
 class _Content:
-    """What a block's hash stands for; `parent` is None for the first block of a prompt."""
+    """The content behind a block's hash; `parent` is None for the first block of a prompt."""
 
     token_ids: list[int]
     parent: bytes | None
@@ -28,8 +28,8 @@ _UNKNOWN = _Content([], None, "")
 class CacheJournal:
     """Events of all pools of one engine since the last `take`; used by the engine's thread.
 
-    Pools tell of every block that enters or leaves their index. What a block contains is learnt from the sequence that
-    brings it, and forgotten when no tier of this instance has it any more.
+    Pools tell of every block that enters or leaves their index. The tokens of a block are learnt from the sequence
+    that brings it, and forgotten when no tier of this instance has it any more.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -123,8 +123,8 @@ class CacheJournal:
 
     def snapshot(self, most_blocks: int) -> Iterator[list[Event]]:
         """As if all that device and host have now was stored just now, in parts of at most so many blocks. Take a part
-        when nothing is left to `take`; between two parts anything may happen. What has gone by then is left out, what
-        came is in later events, and so is what goes afterwards."""
+        when nothing is left to `take`; between two parts anything may happen. Blocks that have gone by then are left
+        out; blocks that came are in later events, and so are those that go afterwards."""
         there = [
             (tier, block_type, block_hash)
             for block_type, both in self._pools.items()

@@ -1,4 +1,5 @@
-"""What all plans that move blocks share: the way to the workers, ids, the form of mappings, and the AND over ranks.
+"""Parts that all plans that move blocks share: the way to the workers, ids, the form of mappings, and the AND over
+ranks.
 
 Every rank carries out every plan, and says so for itself. A block counts only if all ranks have it: `RankAnswers`
 collects one answer of each rank, `and_over_ranks` joins their bitmaps.

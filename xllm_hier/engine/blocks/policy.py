@@ -3,8 +3,8 @@
     restore    blocks x (seconds to read one from the store + seconds to load one to the device)
     recompute  blocks x tokens of a block x seconds to compute a prompt token
 
-Nobody knows these in advance: a link may be shared, a store far away, a model small. What was not measured, or not
-lately, is taken to be fast, so that a slow tier is tried again now and then.
+These are unknown in advance: a link may be shared, a store far away, a model small. A rate that was not measured, or
+not lately, is taken to be fast, so that a slow tier is tried again now and then.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class RestorePolicy:
             self.compute.add(prompt_tokens, seconds)
 
     def loaded(self, rank: int, blocks: float, seconds: float) -> None:
-        """What a rank has loaded since its start, and how long that took; the slower ranks count as much as others."""
+        """Blocks that a rank has loaded since its start, and the seconds that took; slow ranks count as much as
+        others."""
         old_blocks, old_seconds = self._loaded.get(rank, (0.0, 0.0))
         self._loaded[rank] = (blocks, seconds)
         self.load.add(blocks - old_blocks, seconds - old_seconds)
@@ -81,8 +82,7 @@ class RestorePolicy:
     def reading_pays(self, num_blocks: int, seconds_per_block: float | None = None) -> bool:
         """Reading `num_blocks` more from the store, and loading them, is not slower than computing them.
 
-        `seconds_per_block` is what the request in question has seen of its own reads; it counts if it is worse than
-        what others saw.
+        `seconds_per_block` is the pace of the request's own reads; it counts if it is worse than that of others.
         """
         known = [rate for rate in (self.read.value, seconds_per_block) if rate is not None]
         return self._pays(num_blocks, max(known) + (self.load.value or 0.0) if known else None, slack_s=SLACK_S)

@@ -1,4 +1,4 @@
-"""What is kept: blocks that a step completed become findable, are written back, and are released at the end.
+"""Publishing: blocks that a step completed become findable, are written back, and are released at the end.
 
 Each complete block is offered to the device prefix and, if the host lacks it and it is worth keeping, queued for its
 write-back, which holds references of its own: the sequence may end before the copy does.

@@ -1,4 +1,4 @@
-"""What the block books are told at the start and never again: sizes of blocks, limits of reads, drafts, reuse."""
+"""Settings of the block books that never change: sizes of blocks, limits of reads, drafts, reuse."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class Found:
 
 @dataclass(eq=False)
 class Held:
-    """What one sequence holds of one type; each block is one reference in its pool.
+    """The blocks of one type that one sequence holds; each is one reference in its pool.
 
     ===========  ===================================================================================================
     blocks[i]    device block of tokens i*block_size .. (LINEAR: the state behind them); HOLE where none is held

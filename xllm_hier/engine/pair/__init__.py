@@ -1,1 +1,1 @@
-"""What goes to a peer: prefill and decode instances that work on one request."""
+"""Work shared with a peer: prefill and decode instances that work on one request."""

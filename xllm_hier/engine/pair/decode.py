@@ -363,7 +363,7 @@ class DecodeRole(Role):
             self._held.append(_Withheld(request.peer, request.sequence, None))
 
     def _hear_of(self, peer: str, wait_s: float) -> None:
-        """What this peer may have been writing has come in so many seconds."""
+        """All bytes that this peer may have been writing have come in `wait_s` seconds."""
         until = time.monotonic() + wait_s
         for held in self._held:
             if held.peer == peer:

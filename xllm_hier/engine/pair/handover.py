@@ -44,14 +44,15 @@ def places_of(blocks: Iterable[NumberedBlocks]) -> Places:
 
 @dataclass(eq=False)
 class Handover:
-    """What a decode instance still lacks of one sequence, and where it wants it; `pushing` is the part that the step
-    under way sends."""
+    """The blocks of one sequence that a decode instance still lacks, and their places there; `pushing` is the part that
+    the step under way sends."""
 
     lacking: Places
     pushing: Places = field(default_factory=dict)
 
     def due(self, sequence: Sequence, end: int) -> list[RemoteBlocks]:
-        """What a step over the tokens up to `end` completes; not sent again once `push_ended` was called."""
+        """The lacking blocks that a step over the tokens up to `end` completes; once `push_ended` was called they lack
+        no more."""
         last, complete = end == len(sequence.tokens), end // sequence.block_size
         self.pushing = {
             kind: numbers
@@ -66,7 +67,7 @@ class Handover:
         ]
 
     def push_ended(self) -> None:
-        """What the step was to send has arrived."""
+        """The blocks that the step was to send have arrived."""
         pushing, self.pushing = self.pushing, {}
         for kind, numbers in pushing.items():
             for number in numbers:

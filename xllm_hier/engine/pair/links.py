@@ -219,7 +219,7 @@ class PeerLinks:
         peer.line.send([*(name.encode() for name in names), pack(message)])
 
     def receive(self) -> list[PeerEvent]:
-        """What has come since the last call, losses included."""
+        """Events since the last call, losses included."""
         while self.socket.poll(0):
             _, *frames = self.socket.recv_multipart()
             try:
@@ -417,7 +417,7 @@ class PeerLinks:
 
 
 def differences(*, prefill: dict[str, str | int | None], decode: dict[str, str | int | None]) -> str:
-    """What differs between two instances that must not; empty when nothing does."""
+    """The facts that differ between two instances and must not; empty when none does."""
     return "; ".join(
         f"{name}: {prefill.get(name)!r} at prefill, {decode.get(name)!r} at decode"
         for name in dict.fromkeys([*prefill, *decode])

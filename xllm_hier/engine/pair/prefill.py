@@ -338,7 +338,7 @@ class PrefillRole(Role):
             self._scheduler.readmit(sequence)
 
     def _abort(self, request: _Outbound) -> None:
-        """The client is gone. What a decode instance may be reading stays until it says that it has ended."""
+        """The client is gone. Blocks that a decode instance may be reading stay until it says that it has ended."""
         if request.phase is OutboundPhase.HANDED:
             if not request.cancelled:
                 request.cancelled = True

@@ -1,1 +1,1 @@
-"""What a step computes: queues, rows, drafts, and what is computed when nothing else is to be done."""
+"""Steps: queues, rows, drafts, and the work of steps that have nothing else to do."""

@@ -6,8 +6,8 @@ that nobody changed the weights under one name, copied a layer too few, or mixed
     restored   | 0 | 1 | 2 | 3 |     the request's device blocks, kept after its end
     fresh      | 0'| 1'| 2'| 3'|     computed tile by tile when nothing else is to be done, then compared on each rank
 
-KV blocks are compared. What a model's other blocks brought shows in them, as their layers follow one another; a model
-of sliding windows alone keeps no prefix that could be compared.
+KV blocks are compared. A fault in a model's other blocks shows in them, as the layers follow one another; a model of
+sliding windows alone keeps no prefix that could be compared.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Auditor:
         return self._audit is not None and bool(self._audit.compare_id)
 
     def next_tile(self) -> SequenceRows | None:
-        """What to compute in a step that has nothing else to do."""
+        """The next rows of the audit, for a step that has nothing else to do; None without any."""
         audit = self._audit
         if audit is None or audit.compare_id:
             return None

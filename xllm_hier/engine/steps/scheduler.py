@@ -1,4 +1,4 @@
-"""What each step computes: continuous batching with chunked prefill under a token budget, preemption, abort.
+"""The scheduler: continuous batching with chunked prefill under a token budget, preemption, abort.
 
 `schedule` builds one Forward, `finish` takes its answer. Decode rows come first, then running prefills, then waiting
 requests in order of (priority, arrival), then the blocks that finished sequences want recomputed (`decode_kv_reuse`);

@@ -77,7 +77,7 @@ class _Queries:
 
 @dataclass(frozen=True)
 class _Work:
-    """What one sequence needs in one layer."""
+    """The rows and blocks of one sequence in one layer."""
 
     gather: _Gather
     padding: list[torch.Tensor]

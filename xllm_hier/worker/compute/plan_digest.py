@@ -1,4 +1,4 @@
-"""What a rank has been told that its cache depends on, so that ranks that were told different things are found out."""
+"""A digest of the orders that a rank's cache depends on, so that ranks with different orders are found out."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PlanDigest:
                 self._mapping(mapping)
 
     def view(self, plan: Forward, loads: Sequence[int], collectives: int) -> str:
-        """What this rank makes of a step it has computed: `loads` it waited for, collectives it has taken part in."""
+        """This rank's view of a step it has computed: the `loads` it waited for, the collectives it took part in."""
         tokens = sum(len(sequence.token_ids) for sequence in plan.prefill)
         return (
             f"step {plan.step_id}: {len(plan.prefill)} prompts with {tokens} tokens, {len(plan.decode)} generating, "

@@ -54,7 +54,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Work:
-    """What one sequence needs in one layer."""
+    """The states of one sequence in one layer."""
 
     source: int
     runs: list[_Run]

@@ -9,7 +9,7 @@ more than the target has computed, and drafts on from there; the engine sends th
     draft's rows              d1     d2     new       ... then new drafts, one row each
 
 A draft is drawn from the draft's own distribution with the numbers that the target will draw with (see `sampler`), so
-it is accepted whenever the target draws the same; the answer does not depend on it. What rejected drafts left in the
+it is accepted whenever the target draws the same; the answer does not depend on it. The KV of rejected drafts in the
 caches is written over before anybody attends to it.
 """
 
@@ -41,7 +41,7 @@ log = logging.getLogger("xllm.worker")
 
 @dataclass
 class _Work:
-    """What the draft has to do for one sequence: rows of `tokens` from position `start`, the last `num_decoded` of them
+    """The draft's work for one sequence: rows of `tokens` from position `start`, the last `num_decoded` of them
     by the decode path; `given` their hidden states, for a head; then `num_proposals` drafts with `sampling`."""
 
     table: Ints
@@ -230,7 +230,8 @@ class DraftModel:
             number += 1
 
     def _own_hidden(self) -> torch.Tensor | None:
-        """What the head made of the rows it drew from last: it takes the target's place from the second draft on."""
+        """The head's hidden states of the rows it drew from last: each takes the target's place from the second draft
+        on."""
         return self.runner.normed(self.runner.hidden_drawn_from()) if self.is_head else None
 
     def _collect(self, works: list[_Work], drawn: ModelOutput) -> None:

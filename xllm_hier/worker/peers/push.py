@@ -150,7 +150,7 @@ class Pushes:
         self._ended.set()
 
     def _pieces(self, peer: Peer, stages: Sequence[_Stage]) -> Pieces:
-        """What a peer gets of some stages."""
+        """The part of some stages that goes to one peer."""
         pushes = [push for push in self._pushes if push.peer is peer and push.problem is None]
         blocks = [(stage, each) for stage in stages for push in pushes for each in push.blocks[stage.role]]
         return Pieces.joined([each.pieces(stage.layers) for stage, each in blocks])

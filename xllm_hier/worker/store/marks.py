@@ -1,4 +1,4 @@
-"""What instances leave in a name space beside their blocks: which model it is of, and with which numerics they compute.
+"""Marks that instances leave in a name space beside their blocks: its model, and the numerics they compute with.
 
 Identity, one object per cache domain: the first instance leaves its model's, later ones compare theirs with it::
 

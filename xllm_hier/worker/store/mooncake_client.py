@@ -46,8 +46,8 @@ ENDED_READS = frozenset({_MISSING, -703, -600})
 
 
 def set_environment(log_level: str, ports: range = range(0)) -> None:
-    """Limits and log level of the library; must run before its first import. What the user has set stays, but for the
-    `ports` that its listeners may take; empty: those it likes."""
+    """Limits and log level of the library; must run before its first import. Values that the user has set stay, but for
+    the `ports` that its listeners may take; empty: those it likes."""
     defaults = {
         "MC_LOG_LEVEL": "WARNING" if log_level in ("debug", "info") else "ERROR",
         "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
@@ -167,7 +167,7 @@ class MooncakeClient:
 
     @property
     def hint(self) -> str:
-        """What may be wrong beside the obvious when a set-up fails; empty or the end of a sentence."""
+        """A cause beside the obvious for a failed set-up; empty or the end of a sentence."""
         return " (is MC_STORE_CLUSTER_ID the masters' cluster id, and does one lead?)" if self._follows_leader else ""
 
     def _check_rdma(self) -> None:

@@ -34,7 +34,7 @@ def end_of_layers(parts: Sequence[Part]) -> int:
 
 
 class Copier(Protocol):
-    """What the transfer asks of a copier; each call is made by one thread at a time."""
+    """The calls that a transfer makes to a copier; one thread at a time makes them."""
 
     name: str
 
