@@ -447,7 +447,7 @@ class EngineConfig:
 
     @property
     def reachable_host(self) -> str:
-        """What others are told of where this instance is."""
+        """The address under which others reach this instance."""
         return self.advertise_host or self.host
 
     @property

@@ -230,7 +230,7 @@ def _populate(mapping: mmap.mmap, size: int) -> None:
 
 
 def available_memory_bytes() -> int:
-    """What can still be allocated: MemAvailable, cut to what the memory cgroup leaves."""
+    """Bytes that can still be allocated: MemAvailable, cut to the rest of the memory cgroup."""
     with open("/proc/meminfo", encoding="ascii") as file:
         lines: dict[str, Any] = dict(line.split(":", 1) for line in file)
     available = int(lines["MemAvailable"].split()[0]) * 1024

@@ -1,1 +1,1 @@
-"""What each model family needs beyond transformers: decoder layers, weight loading, the demo model."""
+"""The parts of each model family beyond transformers: decoder layers, weight loading, the demo model."""

@@ -31,7 +31,7 @@ _EPS = 1e-6
 
 @dataclass(frozen=True)
 class DeltaWeights:
-    """What a layer's rule has of its own, in fp32: `conv` [conv_size, channels], `fading` and `bias` [value_heads].
+    """The weights of a layer's rule, in fp32: `conv` [conv_size, channels], `fading` and `bias` [value_heads].
 
     A token's log a is -`fading` softplus(what the layer projects for it + `bias`).
     """
@@ -43,7 +43,7 @@ class DeltaWeights:
 
 @dataclass(frozen=True)
 class Mixed:
-    """What tokens bring to the states: the convolution's `channels` [tokens, channels] in their order, and numbers.
+    """The inputs of tokens to the states: the convolution's `channels` [tokens, channels] in their order, and numbers.
 
     `shares` b and `logs` of a are [value_heads, tokens].
     """
@@ -122,7 +122,7 @@ def _unit_length(spec: RecurrentSpec, x: torch.Tensor) -> torch.Tensor:
 
 
 def _for_value_heads(spec: RecurrentSpec, x: torch.Tensor) -> torch.Tensor:
-    """What each key head has, [key_heads, ...], once for each value head that it serves."""
+    """The values of each key head, [key_heads, ...], once for each value head that it serves."""
     return x[:, None].expand(-1, spec.value_heads // spec.key_heads, -1, -1).reshape(-1, *x.shape[1:])
 
 

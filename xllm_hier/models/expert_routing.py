@@ -24,7 +24,7 @@ class Scoring(Enum):
 
 
 class GroupScore(Enum):
-    """What a group of experts counts for where only experts of the best groups are chosen."""
+    """The score of a group of experts, where only experts of the best groups are chosen."""
 
     BEST = "best"
     BEST_TWO = "best_two"

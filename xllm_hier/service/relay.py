@@ -30,7 +30,7 @@ _KEPT_HEADERS = ("content-type", "retry-after", "cache-control")
 
 @dataclass(eq=False)
 class Answer:
-    """An answer on its way to the client: its head, and what has come of its body. Iterate `body` once, or `close`."""
+    """An answer on its way to the client: its head, and the first part of its body. Iterate `body` once, or `close`."""
 
     status: int
     headers: dict[str, str]
@@ -62,7 +62,7 @@ class Answer:
             await self.close()
 
     async def close(self) -> None:
-        """Let go of the instance; what it still computes for this request is aborted."""
+        """Close the connection to the instance, which then aborts this request."""
         await self._stack.aclose()
 
 
@@ -91,8 +91,8 @@ class Relay:
         token_ids: list[list[int]] | None = None,
         on_chosen: Callable[[], None] = lambda: None,
     ) -> Answer:
-        """The answer of the first instance that has one for the client; `token_ids` are what the texts of the body are.
-        `on_chosen` is called when it is known who is asked first.
+        """The answer of the first instance that has one for the client; `token_ids` are those of the body's
+        texts. `on_chosen` is called when the first instance is chosen.
 
         Raises:
             Refusal: there is no instance for it, or the one there is says nothing for too long.
@@ -155,7 +155,7 @@ class Relay:
     async def _begin(
         self, stack: AsyncExitStack, path: str, body: bytes, route: Route
     ) -> tuple[aiohttp.ClientResponse, bytes]:
-        """The head of an answer and what comes with it: all of it, or the first part of a stream.
+        """The head of an answer with its whole body, or with the first part of a stream.
 
         Raises:
             aiohttp.ClientError, TimeoutError: the instance is not reached, breaks off, or does not answer any more.

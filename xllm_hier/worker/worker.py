@@ -1,7 +1,7 @@
 """The worker process: takes plans in order, runs forwards, and answers while its other threads move blocks.
 
-The receiving thread hands store reads on at once; what must be ordered with forwards (loads, forwards, write-backs)
-goes through one queue to the main thread, which alone computes.
+The receiving thread hands store reads on at once. Loads, forwards and write-backs must keep their order: they go
+through one queue to the main thread, which alone computes.
 """
 
 from __future__ import annotations

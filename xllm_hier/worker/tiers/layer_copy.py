@@ -34,7 +34,7 @@ def end_of_layers(parts: Sequence[Part]) -> int:
 
 
 class Copier(Protocol):
-    """What the transfer asks of a copier; each call is made by one thread at a time."""
+    """Copies of one worker; each method is called by one thread at a time."""
 
     name: str
 
@@ -52,7 +52,7 @@ class Copier(Protocol):
         """
 
     def close(self) -> None:
-        """Wait for the copies under way and let go of the memory."""
+        """Wait for the copies under way and release the memory."""
 
 
 # ------------------------------------------------------------------------------------------------- torch
