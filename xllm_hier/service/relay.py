@@ -37,7 +37,7 @@ class Answer:
     first: bytes
     route: Route | None
     _response: aiohttp.ClientResponse | None = None
-    _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+    connection: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     async def body(self) -> AsyncIterator[bytes]:
         """The rest as it comes; one that breaks off ends with an error event, as an instance's own would."""
@@ -63,7 +63,7 @@ class Answer:
 
     async def close(self) -> None:
         """Close the connection to the instance, which then aborts this request."""
-        await self._stack.aclose()
+        await self.connection.aclose()
 
 
 class Relay:
@@ -148,7 +148,7 @@ class Relay:
             answer = Answer(response.status, headers, first, route, response if streams else None)
             if streams:
                 stack.enter_context(self._cluster.while_streaming(route.incarnation, response))
-                answer._stack = stack.pop_all()
+                answer.connection = stack.pop_all()
             return answer, f"HTTP {response.status}"
         raise AssertionError("not reached")
 
