@@ -18,13 +18,13 @@ FLOORS = """
 - block clock engine.blocks.policy errors models.linear openai.body_limit plans version worker.store.circuit
   worker.store.key_quarantine
 - engine.blocks.moves engine.blocks.pool engine.blocks.settings engine.forward_join figures hashing host_memory
-  kv_events machine models.demo models.expert_routing models.parallel models.rope models.weights openai.listening
-  openai.refusals openai.tokenizer peer_plans process settings store_key worker.compute.attention
-  worker.compute.plan_digest worker.compute.sampler worker.tiers.cache_domain worker.tiers.layered_wait
-- calls config engine.blocks.prefetch engine.blocks.types models.families models.identity openai.auth openai.sampling
-  openai.streaming registry service.config service.prefix_index service.rates worker.compute.block_compare
-  worker.compute.device_attention worker.compute.latent_attention worker.tiers.layer_copy worker.tiers.proof
-  worker.transfer_stats
+  kv_events machine models.demo models.expert_routing models.parallel models.rope models.weights openai.refusals
+  openai.tokenizer peer_plans process settings store_key worker.compute.attention worker.compute.plan_digest
+  worker.compute.sampler worker.tiers.cache_domain worker.tiers.layered_wait
+- calls config engine.blocks.prefetch engine.blocks.types models.families models.identity openai.auth openai.listening
+  openai.sampling openai.streaming registry service.config service.prefix_index service.rates
+  worker.compute.block_compare worker.compute.device_attention worker.compute.latent_attention worker.tiers.layer_copy
+  worker.tiers.proof worker.transfer_stats
 - embedded_store engine.blocks.sequence engine.rank_views environment models.delta_rule models.parts openai.protocol
   service.instances service.kv_event_stream service.policies service.store_watch wire worker.compute.model_facts
   worker.platform worker.store.mooncake_client worker.store.objects worker.store.queue worker.tiers.cache_sizes

@@ -455,7 +455,7 @@ class EngineConfig:
 
     @property
     def reachable_host(self) -> str:
-        """The host name under which others reach this instance."""
+        """The address under which others reach this instance."""
         return self.advertise_host or self.host
 
     @property

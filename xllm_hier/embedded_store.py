@@ -1,9 +1,8 @@
 """A Mooncake Store of the instance's own: one master and one segment on free ports, gone with the instance.
 
 The processes are the wheel's binaries; they die with their parent, write to log files of the run directory, and are
-started again on the same ports when they die alone. Objects that lay in memory only are lost then: misses. With a
-`Disk` the client writes every object to a folder as well, within about a second, and whoever comes up there next finds
-them.
+started again on the same ports when they die alone. Objects in memory alone are lost then: misses. With a `Disk` the
+client writes every object to a folder as well, within about a second, where the next instance finds them.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ class Disk:
         return cls(config.embedded_store_dir, config.embedded_store_disk_size)
 
     def environment(self, num_workers: int) -> dict[str, str]:
-        """The settings of the client.
+        """The settings of the client, as environment variables.
 
         A bucket is a file, written when it is full; with one object in each, none waits for others to come. Whatever
         the limit, Mooncake also makes room when less than a bucket's default size (256 MiB) is free on the disk.
@@ -265,7 +264,7 @@ class EmbeddedStore:
         return "\n".join(lines)
 
     def restart_dead(self) -> list[str]:
-        """Start what has died a moment ago again, on its old ports; returns their names. Call now and then."""
+        """Start dead children again after a pause, on their old ports; returns their names. Call it now and then."""
         restarted = []
         for which, child in list(self._children.items()):
             if child.poll() is None:
@@ -273,7 +272,7 @@ class EmbeddedStore:
             died_at = self._died_at.setdefault(which, time.monotonic())
             pause = _RESTART_PAUSE_S
             if which == "client" and self._disk is not None:
-                pause += _CLIENT_TTL_S  # what it reports from the disk before would be forgotten with its forerunner
+                pause += _CLIENT_TTL_S  # its first report from the disk would be forgotten together with its forerunner
             if time.monotonic() - died_at >= pause:
                 log.warning("the embedded store's %s ended with code %s: starting it again", which, child.returncode)
                 del self._died_at[which]
@@ -292,7 +291,7 @@ class EmbeddedStore:
         return int(found[0][1]) if found[0] else 0, int(found[1][1]) if found[1] else 0
 
     def _catch_up(self) -> None:
-        """Wait for the disk to have what the memory has, but no longer than it makes progress."""
+        """Wait until the disk has all objects of the memory, but no longer than it makes progress."""
         end = time.monotonic() + _CATCH_UP_S
         on_disk, stalled_at = -1, 0.0
         while (now := time.monotonic()) < end:
@@ -307,7 +306,7 @@ class EmbeddedStore:
         log.warning("the embedded store ends with %d of %d objects on its disk", *reversed(self.objects()))
 
     def stop(self) -> None:
-        """End both, by force after a while; with a disk once it has what was written, for which it may take 5 s."""
+        """End both, by force after a while; with a disk once it has all objects, for which it may take 5 s."""
         alive = [child for child in self._children.values() if child.poll() is None]
         if self._disk is not None and len(alive) == 2:
             self._catch_up()

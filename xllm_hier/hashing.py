@@ -1,4 +1,4 @@
-"""Chained 128-bit block hashes: what a block's KV depends on, and nothing of process, machine or PYTHONHASHSEED.
+"""Chained 128-bit block hashes over all facts of a block's KV, and nothing of process, machine or PYTHONHASHSEED.
 
 hash_0 = H(root, tokens), hash_i = H(hash_{i-1}, tokens); root = H(cache_salt and what else changes all KV of a
 request). H is BLAKE2b cut to 16 bytes: cryptographic, because a made collision would serve one user's KV to another

@@ -1,4 +1,4 @@
-"""Events that an instance publishes of its caches: blocks stored, removed, cleared, by tier, in numbered batches.
+"""The cache events of an instance: blocks stored, removed, cleared, by tier, in numbered batches.
 
 The wire is vLLM's (its `kv_events.py` since 0.26), so that routers made for it read ours: three frames, topic, number
 (8 bytes, big endian) and a msgpack array `[time, events, 0]` of events that are maps with a `type`. A consumer that
@@ -110,7 +110,7 @@ class InstanceLoad:
 
 @dataclass(frozen=True)
 class EventBatch:
-    """The events of one process's caches since the batch before; also a sign of life when there are none.
+    """The events of one process's caches since the batch before; without any, a sign of life.
 
     `load` comes with heartbeats; None in other batches and in answers to questions.
     """

@@ -33,7 +33,7 @@ from .wire import Deadline
 
 log = logging.getLogger("xllm.launch")
 
-_GRACE_S = 3.0  # after a death: for the api to answer what is open
+_GRACE_S = 3.0  # after a death: for the api to answer open requests
 _STOP_S = 15.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0  # before a restart
 _WATCH_S = 0.2
@@ -201,7 +201,7 @@ class Instance:
             raise
 
     def restart(self) -> None:
-        """End what is left of the processes and bring them up again, on the same ports and around the same store.
+        """End the remaining processes and bring all up again, on the same ports and around the same store.
 
         Raises:
             StartupError, ConfigError: as `start`; the embedded store then still runs, for another try or for `stop`.

@@ -80,7 +80,7 @@ class LLM:
     `settings` are those of EngineConfig. Calls are safe from several threads.
 
     Raises:
-        ConfigError: a setting cannot be used, or the model folder lacks what is needed.
+        ConfigError: a setting cannot be used, or a file of the model folder is missing.
         StartupError: a process of the instance did not come up.
     """
 
@@ -192,7 +192,7 @@ class LLM:
             raise
 
     def _look_after(self) -> None:
-        """Keep the instance's helpers alive; its end is noticed by the client, which fails what is open."""
+        """Keep the instance's helpers alive; its client notices its end and fails the open requests."""
         with contextlib.suppress(EngineDeadError):
             while not self._closed.wait(_WATCH_S):
                 self._instance.poll()

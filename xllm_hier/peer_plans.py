@@ -8,7 +8,7 @@ They travel in an envelope that says which version of them it holds (`engine/pai
     ... forwards, PUSH of those blocks ...
     FirstGeneration ------------------------>            the new token (PULL: and where the blocks lie)
                     <------------------------ FirstGenerationDone
-    Release ----------------------------->              PULL: what was read counts
+    Release ----------------------------->              PULL: the read blocks count
                     <------------------------ Tokens ... until a finish reason
     Cancel  -------------------------------->            at any time, from either side
 """
@@ -55,7 +55,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Bye:
-    """The sender does not know the receiver, or no more: whatever they had in common is over."""
+    """The sender does not know the receiver, or no more: every request that they shared is over."""
 
     why: str
 
@@ -121,8 +121,8 @@ class FirstGenerationDone:
 
 @dataclass(frozen=True)
 class Release:
-    """PULL: the source was kept until FirstGenerationDone came, so what was read of it counts, and is let go of now. A
-    prefill instance that had given the other up before lets go without a word."""
+    """PULL: the source was kept until FirstGenerationDone came, so the blocks read from it count. It is
+    released now. A prefill instance that had given the other up before releases it without a word."""
 
     request_id: str
 

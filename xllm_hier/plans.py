@@ -28,7 +28,7 @@ class SamplingSpec:
     """How the next token of a request is chosen.
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 and `min_p` 0 switch those filters off. `seed` is always set:
-    draw i of a request depends on (seed, i) only, so a resumed request draws what it would have drawn.
+    draw i of a request depends on (seed, i) only, so a resumed request draws the same tokens as an undisturbed one.
     `num_logprobs`: None = none, 0 = of the chosen token only, n = of the n most likely too; of the distribution before
     temperature and filters.
     """
@@ -304,7 +304,7 @@ class TransferRegion:
 
 @dataclass(frozen=True)
 class TransferEndpoint:
-    """How the Transfer Engine of one rank is reached, and what it may read and write there."""
+    """The address of the Transfer Engine of one rank, and the memory that it may read and write there."""
 
     rank: int
     session: str
@@ -321,7 +321,7 @@ class LinkPeer:
 
 @dataclass(frozen=True)
 class UnlinkPeer:
-    """Nothing is moved to or from this peer any more: what has not begun fails, what is under way ends by its limit."""
+    """Nothing is moved to or from this peer any more: queued moves fail, moves under way end by their limit."""
 
     peer: str
 
@@ -380,7 +380,7 @@ class TransferAck:
 
 @dataclass(frozen=True)
 class OffloadCopied:
-    """D2H of a write-back has ended: device blocks may go. `num_blocks` is below what was asked when it failed."""
+    """D2H of a write-back has ended: device blocks may go. `num_blocks` is below the asked number when it failed."""
 
     transfer_id: int
     rank: int
@@ -400,7 +400,7 @@ class OffloadStored:
 @dataclass(frozen=True)
 class PushFailure:
     """A push that did not arrive whole. `certain`: nothing of it is being written any more; else a call ran past its
-    limit, and what it was to write may still come when the peer goes on."""
+    limit, and its bytes may still come when the peer goes on."""
 
     push_id: int
     error: str
@@ -426,10 +426,10 @@ class ForwardOutput:
     `draft_s` is what drafting took beyond the draft model's share of the step's own tokens; not in `compute_s`.
 
     `logprobs[i]` is None where the sequence did not ask. `prompt_logprobs` holds one list per prefill sequence that
-    asked. `failed_batches`: loads that this forward waited for in vain; what it computed from them is void.
-    `push_wait_s` is what the answer waited for `pushes` after all was computed; not in `compute_s`.
-    `error`: the forward itself failed; nothing of it is valid. `view`: what the rank's cache depends on, as words and a
-    digest (see PlanDigest); it is the same on all ranks, or their caches have gone apart.
+    asked. `failed_batches`: loads that this forward waited for in vain; the rows computed from them are void.
+    `push_wait_s`: the answer waited so long for `pushes` after all was computed; not in `compute_s`.
+    `error`: the forward itself failed; nothing of it is valid. `view`: all facts that the rank's cache depends on,
+    as words and a digest (see PlanDigest); it is the same on all ranks, or their caches have gone apart.
     """
 
     step_id: int

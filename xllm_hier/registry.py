@@ -44,7 +44,7 @@ class RegistryError(XllmError):
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceInfo:
-    """The registry's entry of one instance: xLLM's fields, then ours.
+    """The registry's entry for one instance: xLLM's fields, then ours.
 
     ===================  ==========================================================================================
     name                 `host:port` of its HTTP server
@@ -300,7 +300,7 @@ class Membership:
                 self.why = ""
             except Exception as error:  # whatever stands there instead of etcd: the next round tries again
                 if not self.why or self.found is None:
-                    log.warning("the registry does not answer, what is known of it stays: %s", error)
+                    log.warning("the registry does not answer, its last answer stays in use: %s", error)
                 self.why = str(error) or type(error).__name__
             try:
                 self._on_round(self)

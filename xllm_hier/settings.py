@@ -1,7 +1,7 @@
 """How a setting is declared, checked and read: command line, environment, config file; config.py has them all.
 
-Order of precedence: command line, environment (`XLLM_<NAME>`), config file (JSON or YAML), default. A value that does
-not parse is a ConfigError with the setting's name, its value and what is allowed.
+Order of precedence: command line, environment (`XLLM_<NAME>`), config file (JSON or YAML), default. What does not parse
+is a ConfigError with the setting's name, its value and the allowed ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def setting(
     low: float | None = None,
     high: float | None = None,
 ) -> Any:
-    """A field of a dataclass of settings: what it means and what its values may be."""
+    """A field of a dataclass of settings, with its meaning and its allowed values."""
     meta = {"group": group, "help": text, "unit": unit, "choices": tuple(choices), "low": low, "high": high}
     return field(default=default, metadata=meta)
 

@@ -153,7 +153,7 @@ class HasSocket(Protocol):
 
 
 def wait_readable(channels: Sequence[HasSocket], timeout_s: float) -> list[HasSocket]:
-    """Those of `channels` with a message waiting; empty after `timeout_s`."""
+    """The channels with a message waiting; none after `timeout_s`."""
     poller = zmq.Poller()
     for channel in channels:
         poller.register(channel.socket, zmq.POLLIN)

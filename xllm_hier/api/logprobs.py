@@ -22,7 +22,7 @@ def _finite(value: float) -> float:
 
 
 class CompletionLogprobs:
-    """Grows OpenAI's four parallel lists, token by token; `take` hands out what has come since the last time."""
+    """Grows OpenAI's four parallel lists, token by token; `take` hands out the entries since the last call."""
 
     def __init__(self, tokenizer: Tokenizer | None, num_top: int) -> None:
         self._tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""The instance's own entry in the registry of its cluster, and what it reads there."""
+"""The instance's own entry in the registry of its cluster, and the decode instances it finds there."""
 
 from __future__ import annotations
 

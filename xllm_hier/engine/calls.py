@@ -146,7 +146,7 @@ class EngineCalls:
             cleared["store"] = sum(answer.removed for answer in answers.values())
             errors = [answer.error for answer in answers.values() if answer.error]
             if len(answers) < self._workers.num_workers:
-                errors.append("not every worker has answered: the store may still hold what it held")
+                errors.append("not every worker has answered: the store may still hold its objects")
             if errors:
                 self._refuse(call, errors[0])
                 return

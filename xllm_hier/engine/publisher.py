@@ -1,4 +1,4 @@
-"""Publishes the journal of an engine's caches, numbered, and answers those who have missed some of it (`kv_events`)."""
+"""Publishes the journal of an engine's caches, numbered, and sends missed batches once more (`kv_events`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .blocks.journal import CacheJournal
 
 log = logging.getLogger("xllm.events")
 
-KEPT_BATCHES = 10_000  # for those who ask for what they missed; who missed more asks for a snapshot
+KEPT_BATCHES = 10_000  # for consumers that missed some; one that missed more asks for a snapshot
 _QUEUED_BATCHES = 100_000  # for one subscriber that does not read, before it misses some
 _PART_BLOCKS = 2_000  # of a snapshot, in one message: some 10 ms, between which the engine goes on
 _MOST_SNAPSHOTS = 64  # under way; who asks beyond them asks again
@@ -95,7 +95,7 @@ class KvPublisher:
         while self.socket.poll(0):
             frames = self.socket.recv_multipart()
             if len(frames) != 3 or (len(frames[2]) != 8 and frames[2] != SNAPSHOT):
-                log.warning("what has come to the replay port is no question: %d frames", len(frames))
+                log.warning("a message at the replay port is no question: %d frames", len(frames))
                 continue
             self._answer(frames[0], frames[2])
         if self._snapshots:

@@ -90,7 +90,7 @@ class RemoteWorkers:
         return [(rank, self._states[rank]) for rank in sorted(fresh)]
 
     def check_alive(self) -> None:
-        """Ping who is due; call it after `receive`.
+        """Ping the ranks that are due; call it after `receive`.
 
         Raises:
             EngineDeadError: a worker process has ended, or has been silent for too long; the message names it.
@@ -115,13 +115,13 @@ class RemoteWorkers:
         return all(now - since <= limit_s for since in self._pinged.values())
 
     def forgive(self) -> None:
-        """We have not listened for a while: whoever was silent is asked anew."""
+        """This process has not listened for a while: silent ranks are asked anew."""
         now = time.monotonic()
         self._pinged = dict.fromkeys(self._pinged, now)
 
     def blame(self, silent: Sequence[int]) -> str:
-        """The ranks that keep `silent` from answering, as far as can be told: ranks wait for each other in collectives,
-        so that one that stands still silences all."""
+        """The ranks that keep `silent` from answering, as far as can be told: one rank that stands still silences all,
+        since they wait for each other in collectives."""
         period = min(_PING_PERIOD_S, self._silence_limit_s / 4)
         deaf = [rank for rank, since in self._pinged.items() if time.monotonic() - since > period]
         if deaf:

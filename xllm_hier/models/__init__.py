@@ -1,1 +1,1 @@
-"""Models beyond transformers: decoder layers, weight loading, the demo model."""
+"""The parts of each model family beyond transformers: decoder layers, weight loading, the demo model."""

@@ -32,7 +32,7 @@ from .rope import RopeTable
 
 
 class Attention(Protocol):
-    """The call of a model in each layer: writes K and V, returns [rows, heads * head_dim]."""
+    """The attention that a model calls in each layer: writes K and V, returns [rows, heads * head_dim]."""
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, wanted_only: bool = False
@@ -40,9 +40,9 @@ class Attention(Protocol):
 
 
 class Recurrence(Protocol):
-    """The call of a model in each layer with a state instead of keys and values: takes sequences' states over the rows.
+    """The recurrence of a layer with a state instead of keys and values: takes sequences' states over the rows.
 
-    `projected` [rows, channels + 2 value_heads] is what GatedDelta makes for it; returns [rows, value columns].
+    `projected` [rows, channels + 2 value_heads] come from GatedDelta; returns [rows, value columns].
     """
 
     def __call__(self, layer: int, projected: torch.Tensor, weights: DeltaWeights) -> torch.Tensor: ...

@@ -43,7 +43,7 @@ class DeltaWeights:
 
 @dataclass(frozen=True)
 class Mixed:
-    """The tokens' part in the states: the convolution's `channels` [tokens, channels] in their order, and numbers.
+    """The inputs of tokens to the states: the convolution's `channels` [tokens, channels] in their order, and numbers.
 
     `shares` b and `logs` of a are [value_heads, tokens].
     """
@@ -122,7 +122,7 @@ def _unit_length(spec: RecurrentSpec, x: torch.Tensor) -> torch.Tensor:
 
 
 def _for_value_heads(spec: RecurrentSpec, x: torch.Tensor) -> torch.Tensor:
-    """Each key head's values, [key_heads, ...], repeated for each value head that it serves."""
+    """The values of each key head, [key_heads, ...], once for each value head that it serves."""
     return x[:, None].expand(-1, spec.value_heads // spec.key_heads, -1, -1).reshape(-1, *x.shape[1:])
 
 

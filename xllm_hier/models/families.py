@@ -141,7 +141,7 @@ class DecoderSpec:
         return self.heads if self.attention_gate else 0
 
     def share(self, tp_size: int) -> DecoderSpec:
-        """The share of one of `tp_size` ranks in each layer; KV heads are replicated when there are fewer of them."""
+        """The share of one of `tp_size` ranks of each layer; KV heads are replicated when there are fewer of them."""
         return replace(
             self,
             heads=self.heads // tp_size,
@@ -250,7 +250,7 @@ def _with_recurrence(spec: DecoderSpec, config: Any) -> DecoderSpec:
 
 
 def _latent_scale(rope: dict[str, Any], head_dim: int) -> float:
-    """The factor of the scores.
+    """The factor of the attention scores.
 
     With a stretched context queries and keys grow: all their columns by a factor made of `mscale_all_dim`, which is
     here, the turned ones by what `mscale` asks for beyond it, which is in the rope tables.

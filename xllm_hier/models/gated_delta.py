@@ -1,6 +1,6 @@
 """The gated delta net of Qwen3-Next: the projections of a layer around its recurrence, and how they are loaded.
 
-A row of what is projected, all heads of this rank side by side::
+A projected row, all heads of this rank side by side::
 
     | queries | keys | values | shares b | fading, of which a is made | gates, after SiLU |
     |<------ channels ------->|                                      |
@@ -25,7 +25,7 @@ from .parts import Loader, rms_norm, tiles_of
 
 @dataclass
 class GatedDelta:
-    """A gated delta net's part in the place of attention, with this rank's heads."""
+    """A gated delta net in the place of an attention part, with this rank's heads."""
 
     spec: RecurrentSpec
     eps: float
@@ -37,11 +37,11 @@ class GatedDelta:
 
     @property
     def width(self) -> int:
-        """Columns of what is projected."""
+        """Columns of a projected row."""
         return self.spec.inputs + self.spec.values
 
     def linears(self) -> list[Linear]:
-        """Those that run in the section's tiles."""
+        """The linears that run in the section's tiles."""
         return [self.inputs, self.gate, self.out.linear]
 
     def project(self, x: torch.Tensor, prefill: bool, target: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Which model this is, told from its files in well under a second: what must be equal for KV to be shared.
+"""The identity of a model, read from its files in well under a second: all that must be equal for KV to be shared.
 
 Three parts, each compared by itself, so that a message can say which one differs:
 

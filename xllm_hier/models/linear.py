@@ -23,7 +23,7 @@ DECODE_TILE_COST = {8: 3.0, 16: 1.8, 32: 1.0}
 
 
 class Fused(Enum):
-    """The operation of a linear on its product before rounding it, so that no elementwise pass is needed after it.
+    """The step of a linear between its product and the rounding, which saves an elementwise pass behind it.
 
     The activations run inside the matrix kernel for bits too: elsewhere an exponential differs between vector body and
     tail, and where the tail lies depends on the number of rows and threads.

@@ -22,7 +22,7 @@ class AttentionPart(Protocol):
     """The projections around the paged attention of one layer; rows are [rows, hidden], whole tiles of one section."""
 
     def linears(self) -> list[Linear]:
-        """Those that run in the section's tiles."""
+        """The linears that run in the section's tiles."""
 
     def project(
         self, x: torch.Tensor, prefill: bool, cos: torch.Tensor, sin: torch.Tensor, target: torch.Tensor
@@ -37,13 +37,13 @@ class AttentionPart(Protocol):
 
 
 class Mlp(Protocol):
-    """The part behind the attention in a layer; rows as in AttentionPart."""
+    """The part of a layer behind the attention; rows as in AttentionPart."""
 
     def linears(self) -> list[Linear]:
-        """Those that run in the section's tiles."""
+        """The linears that run in the section's tiles."""
 
     def grouped(self) -> list[Linear]:
-        """Those that pad the rows they get by themselves."""
+        """The linears that pad their rows by themselves."""
 
     def __call__(self, x: torch.Tensor, prefill: bool, residual: torch.Tensor | None, count: int) -> torch.Tensor:
         """Rows [rows, hidden], complete on every rank; `residual`, when there is one, is added.

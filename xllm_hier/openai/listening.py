@@ -10,23 +10,15 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 
 import uvicorn
 
-from ..errors import ConfigError, StartupError
+from ..errors import StartupError
+from ..machine import take_port
 
 CLOSE_S = 1  # for answers already written to reach their clients
 
 
 def listen(host: str, port: int, setting: str = "port") -> socket.socket:
-    """A socket that listens soon, for HTTP. Raises ConfigError naming `setting` when it cannot be bound."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named, asyncio sets TCP_NODELAY on what it accepts; without it every answer waits 40 ms.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(setting, f"{host}:{port}", f"an address that can be bound ({error.strerror})") from None
-    return listener
+    """A bound socket on which an HTTP server can listen. Raises ConfigError naming `setting` for a taken address."""
+    return take_port(setting, host, port, reuse=True)
 
 
 class HttpServer(uvicorn.Server):

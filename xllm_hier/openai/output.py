@@ -20,7 +20,7 @@ _MAX_PENDING_TOKENS = 16  # a character has at most 4 bytes: more pending tokens
 
 
 class Detokenizer:
-    """Turns a growing list of ids into text; holds back what may be the first bytes of a longer character.
+    """Turns a growing list of ids into text; holds back the possible first bytes of a longer character.
 
     Only a window of ids is decoded each time: `_ids[_start:]`, whose first `_shown` characters are already out.
     """
@@ -47,7 +47,7 @@ class Detokenizer:
         return self._show(settled)
 
     def flush(self) -> str:
-        """The text still held back, at the output's end."""
+        """The text that is still held back, at the output's end."""
         return self._show(self._decode())
 
     def _show(self, text: str) -> str:
@@ -68,7 +68,7 @@ class Detokenizer:
 
 
 class StopFinder:
-    """Finds the first stop string in a text that arrives in pieces; holds back what may be the start of one."""
+    """Finds the first stop string in a text that arrives in pieces; holds back the possible start of one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = list(stops)
@@ -101,7 +101,7 @@ def _overlap(text: str, stop: str) -> int:
 
 @dataclass
 class TokenEvent:
-    """One generated token, or the end alone (`token_id` None). `text` is what may be shown now.
+    """One generated token, or the end alone (`token_id` None). `text` may be shown now.
 
     `offset` is where the token's own text begins, in characters of the generated text.
     """
@@ -115,7 +115,7 @@ class TokenEvent:
 
 
 class ChoiceDecoder:
-    """Turns the outputs of one engine request into TokenEvents and keeps what came with the first one.
+    """Turns the outputs of one engine request into TokenEvents and keeps the usage and the prompt's log probabilities.
 
     Without a tokenizer all texts are empty. `drop_tokens`: the request was for no token at all (`max_tokens` 0).
     """

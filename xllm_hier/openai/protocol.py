@@ -1,4 +1,4 @@
-"""The bodies of /v1/completions and /v1/chat/completions: OpenAI's fields, vLLM's extras, and what is refused.
+"""The bodies of /v1/completions and /v1/chat/completions: OpenAI's fields, vLLM's extras, and the refused ones.
 
 A field is served, or refused by name: unknown ones always, known but unsupported ones when they ask for something.
 `null` means the default everywhere. Ranges are checked by `sampling`, once for HTTP and Python.
@@ -49,7 +49,7 @@ class StreamOptions(BaseModel):
 
 
 class Routing(BaseModel):
-    """Fields that the service adds: the chosen instance, the prompts as it tokenised them, the id of the request."""
+    """The service's addition: the instances it chose, the prompts as it tokenised them, the id it gave the request."""
 
     model_config = ConfigDict(extra="forbid")
     prefill_name: str = ""
@@ -59,7 +59,7 @@ class Routing(BaseModel):
 
 
 class _Request(BaseModel):
-    """Fields of both endpoints."""
+    """The fields of both endpoints."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = _PENALTIES

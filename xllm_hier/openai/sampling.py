@@ -1,4 +1,4 @@
-"""From what a user asks of one prompt to the engine's requests: the one place that checks ranges, lengths and ids.
+"""From sampling parameters to the engine's requests: the one place that checks ranges, lengths and ids.
 
 The HTTP endpoints and `LLM.generate` both come through here.
 """
@@ -21,7 +21,7 @@ _SEED_MASK = (1 << 63) - 1
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """The draws from the model for one prompt, and their end; names and defaults are vLLM's.
+    """How to draw an answer to one prompt, and when to stop; names and defaults are vLLM's.
 
     `temperature` 0 is greedy. `top_k` 0 (or -1), `top_p` 1 and `min_p` 0 switch those filters off. `max_tokens` None =
     up to the model's limit. `logprobs`: None = none, 0 = of the drawn tokens, n = of the n likeliest too.
@@ -80,7 +80,7 @@ def _range(name: str, value: float, low: float, high: float) -> None:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The limits of requests: the name clients use, the limits in tokens, the ids that end a text."""
+    """The model as a request sees it: the name clients use, the limits in tokens, the ids that end a text."""
 
     name: str
     max_model_len: int

@@ -38,7 +38,7 @@ router = APIRouter()
 
 
 class Front:
-    """The state that all routes share; owns nothing that needs closing."""
+    """The state that all routes share; nothing here needs closing."""
 
     def __init__(self, cluster: Cluster, tokenizer: Tokenizer | None) -> None:
         self.cluster, self.tokenizer = cluster, tokenizer
@@ -265,7 +265,7 @@ async def metrics(request: Request) -> Response:
 
 @router.get("/instances", tags=["operation"])
 async def instances(request: Request) -> dict[str, Any]:
-    """Every instance with its state, its load and what is known of its caches; the stores; the router's books."""
+    """Every instance with its state, its load and its index; the stores; the router's books."""
     cluster = front_of(request).cluster
     known = cluster.index.describe()
     now = time.monotonic()

@@ -1,4 +1,4 @@
-"""One replica's knowledge of its cluster, kept up to date by tasks: registry, streams of events, probes.
+"""One replica's view of its cluster, kept up to date by tasks: registry, streams of events, probes.
 
 Replicas are equal: each follows all instances by itself and can route every request. One of them is the master, by the
 first key in the registry; should it die, the next one that sees the key gone takes it.
@@ -86,7 +86,7 @@ class Cluster:
         return self
 
     async def leave(self) -> None:
-        """Be no replica any more; what is known stays, and open requests go on."""
+        """Leave the registry; the view stays, and open requests go on."""
         await asyncio.to_thread(self.membership.stop)
 
     async def __aexit__(self, *_: object) -> None:
@@ -159,7 +159,7 @@ class Cluster:
         self.router.leave(name)
 
     def _cut_off(self, instance: Instance) -> None:
-        """End whatever still waits for it."""
+        """End all waits for it."""
         self._suspected(instance)
         for response in self._streaming.pop(instance.info.incarnation_id, ()):
             response.close()

@@ -102,7 +102,7 @@ class ServiceConfig:
 
     @property
     def reachable_host(self) -> str:
-        """The host name under which others reach this replica."""
+        """The address under which others reach this replica."""
         return self.advertise_host or self.host
 
     @property

@@ -1,4 +1,4 @@
-"""Which instances there are, and which of them may be sent a request.
+"""The table of instances: their states, and whether they may be sent a request.
 
 ::
 
@@ -7,11 +7,11 @@
       +-- answers -----> LEASE_LOST   still scheduled, as long as it shows signs of life  --+
       +-- does not ----> SUSPECT      not scheduled                                         |
              |                            <------------------- silent for too long ---------+
-             |                            (it drains: what it has been sent stays there)
+             |                            (it drains: its requests stay there)
              +-- answers again: back;  for `deregister_after_s` nothing: forgotten, its place in the index too
 
 A registration of another incarnation under the same name replaces the old one at once. While the registry itself does
-not answer nothing is concluded from it: what it said last holds, and signs of life decide.
+not answer nothing is concluded from it: its last answer holds, and signs of life decide.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PROBE_EVERY_S = 1.0
 
 
 class State(str, Enum):
-    """The service's judgement of an instance."""
+    """The state of an instance, as the service sees it."""
 
     ACTIVE = "ACTIVE"
     LEASE_LOST = "LEASE_LOST"
@@ -41,7 +41,7 @@ class State(str, Enum):
 @dataclass(eq=False)
 class Instance:
     """One incarnation of an instance; times are those of the caller's clock. `heard`: its last sign of life. `doubted`:
-    a request did not get through. `drains`: it finishes what it has and takes nothing more."""
+    a request did not get through. `drains`: it finishes its requests and takes no more."""
 
     info: InstanceInfo
     heard: float
@@ -83,7 +83,7 @@ class Instances:
         self.by_name: dict[str, Instance] = {}
 
     def registered(self, found: dict[str, InstanceInfo], now: float) -> None:
-        """Take the registry's entries, as they were just read."""
+        """Take the registry's instances, as just read."""
         for name, info in found.items():
             known = self.by_name.get(name)
             if known is not None and known.info.incarnation_id != info.incarnation_id:
@@ -97,7 +97,7 @@ class Instances:
                 continue
             moved = (known.info.store_blocks, known.info.type) != (info.store_blocks, info.type)
             known.info, known.leased = info, True
-            if moved:  # what is known of its blocks is known of another store's
+            if moved:  # the index has its blocks under the other store
                 self._on_leave(known)
                 self._on_join(known)
             if known.state is State.LEASE_LOST:

@@ -1,4 +1,4 @@
-"""Follows what one instance publishes of its caches, without missing any of it, into the index.
+"""Follows the cache events of one instance into the index, without missing any.
 
 A stream begins with a snapshot. A batch whose number is not the next one shows that some were missed: they are asked
 for, and where the instance does not have them any more, there is a snapshot once more. Until that has ended the index
@@ -29,7 +29,7 @@ _QUEUED = 100_000  # batches, before some are missed
 
 
 def rules_of(info: InstanceInfo) -> list[RestoreRule]:
-    """The restore rule of each block type of an instance. Raises ValueError for a type that is none."""
+    """The restore rule of each block type of an instance. Raises ValueError for an unknown type."""
     return [RestoreRule(BlockType(name), info.block_size, int(span)) for name, span in info.types]
 
 

@@ -1,4 +1,4 @@
-"""What Prometheus reads of one replica of the service."""
+"""The metrics of one replica of the service, for Prometheus."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ __all__ = ["POLICIES", "Candidate", "InstanceLoad", "Prompt", "Route", "Router"]
 POLICIES = ("RR", "CAR", "SLO_AWARE")
 WORK_WEIGHT = 2.0  # more keeps prefixes together, less spills sooner; measured with bench/routing.py
 SLACK_S, SLACK_SHARE = 0.002, 0.05  # costs nearer to each other than that are the same: they are estimates
-DEVICE_PREFIX_SHARE = 0.2  # what a decode instance gains by having a whole prompt already
-_KEEP = 0.8  # weight of what was learnt before one more observation
+DEVICE_PREFIX_SHARE = 0.2  # gain of a decode instance that has a whole prompt already
+_KEEP = 0.8  # weight of all earlier observations beside one more
 _LEAST_S, _MOST_CORRECTION = 0.005, 4.0  # shorter times say nothing about a prediction
 
 
@@ -89,7 +89,7 @@ class Route:
 
 @dataclass(eq=False)
 class _Book:
-    """The router's requests under way at one incarnation: prefill seconds and requests by route, and their blocks.
+    """The router's open requests at one incarnation: prefill seconds and requests by route, and their blocks.
 
     `idle_since`: routes that were there when the instance last had nothing to compute. `blocks` counts all full blocks
     of their prompts, `ends` those behind which a prompt ends.
@@ -130,7 +130,7 @@ class _Choice:
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """The order of choices that cost the same: who computes least, then who loads least, then who has least to do.
+        """The order of choices that cost the same: least computing first, then least loading, then least work.
 
         The first keeps equal prefixes together while the first of them is still being computed.
         """
@@ -138,7 +138,7 @@ class _Choice:
 
 
 class Router:
-    """Chooses by one of `POLICIES` and keeps books on what it has sent where; used by one thread.
+    """Chooses by one of `POLICIES` and keeps books on its open requests; used by one thread.
 
     Raises:
         ConfigError: there is no such policy.
@@ -198,7 +198,7 @@ class Router:
         return self._choice(prompt, first, self._next("decode", decodes) if first.role == "PREFILL" else None, rates)
 
     def _next(self, what: str, those: list[Candidate]) -> Candidate:
-        """The one behind the last one by name, whoever has come and gone since."""
+        """The instance behind the last one by name, also when others came and went since."""
         ordered = sorted(those, key=lambda one: one.name)
         found = next((one for one in ordered if one.name > self._last[what]), ordered[0])
         self._last[what] = found.name
@@ -269,7 +269,7 @@ class Router:
         return max(one.load.num_open, len(book.prefill_s if one.role == "PREFILL" else book.open))
 
     def _num_answered(self, one: Candidate) -> int:
-        """Requests that get tokens there; what is only being computed counts in the queue."""
+        """Requests that get tokens there; a prompt under computation counts in the queue."""
         book = self._books.get(one.book)
         return max(one.load.num_running, len(book.open) - len(book.prefill_s) if book is not None else 0)
 
@@ -349,7 +349,7 @@ class Router:
                 del self._books[key]
 
     def leave(self, name: str) -> None:
-        """An instance is gone: nothing learnt about it is of use; what is under way there ends by `end`."""
+        """An instance is gone: nothing learnt about it is of use; its open requests end by `end`."""
         for key in [key for key in self._corrections if key[0] == name]:
             del self._corrections[key]
 

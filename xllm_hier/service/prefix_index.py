@@ -1,8 +1,8 @@
 """Which blocks each instance can have from which tier, as its events tell, and how much of a prompt that spares it.
 
 Device and host belong to one incarnation of one instance and go with it. A store belongs to all instances that read it
-and outlives them. The index may be behind the caches: an answer says whether nothing was missed (`EXACT`), whether
-something may have been (`STALE`), or whether it was never told (`UNKNOWN`).
+and outlives them. The index may be behind the caches: an answer says whether no event was missed (`EXACT`), whether
+some may have been (`STALE`), or whether none ever came (`UNKNOWN`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TIERS = ("device", "host", "store")  # the slowest last
 
 
 class IndexState(str, Enum):
-    """How far what is known can be relied on."""
+    """How far the index of an instance can be relied on."""
 
     EXACT = "exact"
     STALE = "stale"
@@ -75,7 +75,7 @@ class StoreIndex:
         return self._blocks.setdefault(block_type, set())
 
     def begin_listing(self) -> None:
-        """Events from now on are newer than the snapshot that `replace` will bring."""
+        """Events from now on are newer than the list that `replace` will bring."""
         self._since = []
 
     def _note(self, there: bool, block_type: BlockType, hashes: Iterable[bytes]) -> None:
@@ -123,7 +123,7 @@ class StoreIndex:
 
 @dataclass(eq=False)
 class _Instance:
-    """The known blocks of one incarnation; `blocks[tier]` are those of device and host."""
+    """The blocks of one incarnation; `blocks[tier]` are those of device and host."""
 
     incarnation: str
     rules: Sequence[RestoreRule]
@@ -208,7 +208,7 @@ class PrefixIndex:
     def match(
         self, name: str, hashes: Sequence[bytes], prompt_tokens: int, under_way: UnderWay = NOTHING_UNDER_WAY
     ) -> Match:
-        """The part of a prompt, given by the hashes of its full blocks, that the instance would take from its caches.
+        """The tokens that the instance would take from its caches for a prompt with these hashes of its full blocks.
 
         The last token is always computed. Of a state UNKNOWN only the store's part counts, which others have told of;
         what is `under_way` counts as the device's in any case.
@@ -230,7 +230,7 @@ class PrefixIndex:
         return instance.state
 
     def _known(self, instance: _Instance, block_type: BlockType) -> tuple[set[bytes], set[bytes], set[bytes]]:
-        """What device, host and store have of one type."""
+        """The blocks of one type in device, host and store."""
         nothing: set[bytes] = set()
         known = instance.blocks if instance.state is not IndexState.UNKNOWN else {"device": {}, "host": {}}
         store = self.store(instance.store).of(block_type) if instance.store else nothing

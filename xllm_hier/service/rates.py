@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from ..kv_events import InstanceLoad
 
-DEFAULT_COMPUTE_S = 1e-4  # of a token, where nobody has measured anything
-LOAD_SHARE, READ_SHARE = 0.05, 0.25  # of computing a token: what nobody has measured of restoring it
+DEFAULT_COMPUTE_S = 1e-4  # of a token, where no instance has measured anything
+LOAD_SHARE, READ_SHARE = 0.05, 0.25  # of computing a token: restoring it, where no instance has measured that
 SHARED_SHARE = 0.5  # of a step does not grow with its sequences: weights are read once
 
 
@@ -39,7 +39,7 @@ class Rates:
 
 
 def rates_of(candidates: Iterable[Candidate]) -> dict[str, Rates]:
-    """Of each instance; what it has not measured is as with the others, and what none has in the order of the tiers."""
+    """By instance; a rate it has not measured is the others' median, one that none has follows the tiers' order."""
     those = list(candidates)
 
     def measured(values: Iterable[float | None]) -> float | None:
@@ -60,7 +60,7 @@ def rates_of(candidates: Iterable[Candidate]) -> dict[str, Rates]:
         store = host + (per_token(one.load.read_s, one) or read or READ_SHARE * own)
         if one.load.store_state == "detached":
             store = own
-        # An engine computes what would take longer to bring back.
+        # An engine computes blocks whose restoring would take longer.
         rates[one.name] = Rates(own, min(host, own), min(store, own), one.load.step_s or step)
     return rates
 

@@ -30,14 +30,14 @@ _KEPT_HEADERS = ("content-type", "retry-after", "cache-control")
 
 @dataclass(eq=False)
 class Answer:
-    """An answer on its way to the client: its head, and what has come of its body. Iterate `body` once, or `close`."""
+    """An answer on its way to the client: its head, and the first part of its body. Iterate `body` once, or `close`."""
 
     status: int
     headers: dict[str, str]
     first: bytes
     route: Route | None
     _response: aiohttp.ClientResponse | None = None
-    _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+    connection: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     async def body(self) -> AsyncIterator[bytes]:
         """The rest as it comes; one that breaks off ends with an error event, as an instance's own would."""
@@ -62,8 +62,8 @@ class Answer:
             await self.close()
 
     async def close(self) -> None:
-        """Let go of the instance; what it still computes for this request is aborted."""
-        await self._stack.aclose()
+        """Close the connection to the instance, which then aborts this request."""
+        await self.connection.aclose()
 
 
 class Relay:
@@ -91,8 +91,8 @@ class Relay:
         token_ids: list[list[int]] | None = None,
         on_chosen: Callable[[], None] = lambda: None,
     ) -> Answer:
-        """The answer of the first instance that has one for the client; `token_ids` are what the texts of the body are.
-        `on_chosen` is called when it is known who is asked first.
+        """The answer of the first instance that has one for the client; `token_ids` are those of the body's
+        texts. `on_chosen` is called when the first instance is chosen.
 
         Raises:
             Refusal: there is no instance for it, or the one there is says nothing for too long.
@@ -148,14 +148,14 @@ class Relay:
             answer = Answer(response.status, headers, first, route, response if streams else None)
             if streams:
                 stack.enter_context(self._cluster.while_streaming(route.incarnation, response))
-                answer._stack = stack.pop_all()
+                answer.connection = stack.pop_all()
             return answer, f"HTTP {response.status}"
         raise AssertionError("not reached")
 
     async def _begin(
         self, stack: AsyncExitStack, path: str, body: bytes, route: Route
     ) -> tuple[aiohttp.ClientResponse, bytes]:
-        """The head of an answer and what comes with it: all of it, or the first part of a stream.
+        """The head of an answer with its whole body, or with the first part of a stream.
 
         Raises:
             aiohttp.ClientError, TimeoutError: the instance is not reached, breaks off, or does not answer any more.

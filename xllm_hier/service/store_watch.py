@@ -1,4 +1,4 @@
-"""Reads what a Mooncake Store holds from its master, since nobody tells of what it evicts."""
+"""Reads the objects of a Mooncake Store from its master, since no event tells of its evictions."""
 
 from __future__ import annotations
 

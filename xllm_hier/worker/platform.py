@@ -1,4 +1,4 @@
-"""The differences between cpu, cuda and npu, behind one interface: streams, memory, copies, attention, collectives.
+"""The differences of cpu, cuda and npu behind one interface: streams, memory, copies, attention, collectives.
 
 The npu half has never run on hardware. torch_npu is imported only when asked for: without CANN its import fails, and as
 an installed backend it even makes `import torch` fail unless TORCH_DEVICE_BACKEND_AUTOLOAD=0.
@@ -36,7 +36,7 @@ class _Facts:
     distributed: str  # name of torch.distributed's backend
 
 
-# 256 tokens: what FlashAttention 2 wants of a page; 128: what the NPU's kernel wants, and recommends.
+# FlashAttention 2 takes pages of multiples of 256 tokens; the NPU's kernel recommends 128.
 _FACTS = {
     "cpu": _Facts(32, "cpu", "gloo"),
     "cuda": _Facts(256, "cuda", "nccl"),
@@ -104,7 +104,7 @@ class Platform:
             self._module.synchronize(self.device)
 
     def mark(self) -> Callable[[], None]:
-        """Remember what the compute stream has been given so far; the answer waits for its end, from any thread."""
+        """Mark the work given to the compute stream so far; the answer waits for its end, from any thread."""
         if self.name == "cpu":
             return _ended
         event = self._module.Event()

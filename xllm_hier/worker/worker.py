@@ -1,7 +1,7 @@
 """The worker process: takes plans in order, runs forwards, and answers while its other threads move blocks.
 
-The receiving thread hands store reads on at once; what must be ordered with forwards (loads, forwards, write-backs)
-goes through one queue to the main thread, which alone computes.
+The receiving thread hands store reads on at once. Loads, forwards and write-backs must keep their order: they go
+through one queue to the main thread, which alone computes.
 """
 
 from __future__ import annotations
@@ -170,7 +170,15 @@ class Worker:
         )
 
     def stop(self) -> None:
+        """End `run` soon; safe in a signal handler."""
         self._stop.set()
+
+    def close(self) -> bool:
+        """End all transfers after `run`; False when a library is stuck in a call (the process then ends at once)."""
+        ended = all([self.transfer.close(), self.pd is None or self.pd.close()])
+        if ended:
+            self._receiver.join(2 * POLL_S)
+        return ended
 
     def _receive(self) -> None:
         while not self._stop.is_set():
@@ -324,9 +332,8 @@ def run_worker(
     except XllmError as error:
         log.error("worker %d ends: %s", rank, error)
         raise
-    if not all([worker.transfer.close(), worker.pd is None or worker.pd.close()]):
+    if not worker.close():
         os._exit(STUCK_EXIT_CODE)
-    worker._receiver.join(2 * POLL_S)
     parallel.leave()
     plans.close()
     answers.close()

@@ -12,7 +12,7 @@ Bits do not depend on chunking, batch or cache hits:
 
 The same call serves every layer: `prepare` builds the views of one step once for each window size, a layer then only
 gathers and multiplies. `device_attention` puts the kernels of other devices behind the same three methods; this one is
-their reference and what they fall back to.
+their reference and their fallback.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _Queries:
 
 @dataclass(frozen=True)
 class _Work:
-    """The rows and blocks of one sequence in one layer."""
+    """The work of one sequence in one layer."""
 
     gather: _Gather
     padding: list[torch.Tensor]
@@ -136,7 +136,7 @@ class PagedAttention:
         self._caches = list(layer_caches)
 
     def no_cache(self) -> torch.Tensor:
-        """What `bind` takes for a layer that has no attention."""
+        """The cache that `bind` takes for a layer without attention."""
         return torch.zeros(1, self.tensors, self.block_size, self.kv_heads, self.head_dim, dtype=self.dtype).to(
             self.device
         )

@@ -227,7 +227,7 @@ class ModelRunner:
         return self._hidden[self._step.hidden_rows(index)][:count]
 
     def hidden_drawn_from(self) -> torch.Tensor:
-        """Those of the rows that the last step sampled from [sampled rows, hidden]."""
+        """Final hidden states of the rows that the last step sampled from [sampled rows, hidden]."""
         return self._hidden[self._drawn]
 
     @torch.inference_mode()

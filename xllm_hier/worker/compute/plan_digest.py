@@ -1,4 +1,4 @@
-"""A digest of the orders that a rank's cache depends on, so that ranks with different orders are found out."""
+"""A digest of the plans that a rank has carried out: ranks that got different plans have different digests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...plans import (
 
 
 class PlanDigest:
-    """A running digest over every ordered plan, and a few words on the last step for who has to find the difference.
+    """A running digest over every ordered plan, and a few words on the last step for people.
 
     Two ranks whose views of a step are equal have computed it, and filled their caches, from equal inputs.
     """
@@ -43,7 +43,7 @@ class PlanDigest:
                 self._mapping(mapping)
 
     def view(self, plan: Forward, loads: Sequence[int], collectives: int) -> str:
-        """This rank's view of a step it has computed: the `loads` it waited for, the collectives it took part in."""
+        """This rank's view of a step it has computed: `loads` it waited for, collectives it has taken part in."""
         tokens = sum(len(sequence.token_ids) for sequence in plan.prefill)
         return (
             f"step {plan.step_id}: {len(plan.prefill)} prompts with {tokens} tokens, {len(plan.decode)} generating, "

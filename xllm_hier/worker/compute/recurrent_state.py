@@ -54,7 +54,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Work:
-    """The states of one sequence in one layer."""
+    """The work of one sequence in one layer."""
 
     source: int
     runs: list[_Run]
@@ -78,7 +78,7 @@ class _Inputs:
         self.before = self._mixing[: self._lead]
 
     def take(self, rows: torch.Tensor, weights: DeltaWeights) -> Mixed:
-        """What `rows` bring, filled up with tokens that change nothing."""
+        """The inputs of `rows`, filled up with tokens that change nothing."""
         count, lead = len(rows), self._lead
         self._mixing[lead : lead + count] = rows[:, : self._channels]
         self._gates[:count] = rows[:, self._channels :]

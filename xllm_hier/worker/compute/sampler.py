@@ -124,7 +124,7 @@ def _filter(probabilities: torch.Tensor, spec: SamplingSpec) -> tuple[torch.Tens
 def _mass(
     probabilities: torch.Tensor, floor: torch.Tensor, limit: int, kept: torch.Tensor, complete: bool
 ) -> torch.Tensor:
-    """What top_p is a share of: the sum of all that min_p and top_k let through."""
+    """The whole of which top_p is a share: the sum of all that min_p and top_k let through."""
     if complete or len(kept) == limit:
         return kept.sum()
     passing = probabilities[probabilities >= floor]

@@ -112,8 +112,8 @@ class DraftModel:
     def propose(self, plan: Forward, output: ModelOutput) -> list[Ints]:
         """Take in what `output` made known and draft on: tokens for each sequence that was sampled from, in its order.
 
-        The target's runner must have computed `plan` last. `going_on_s` is then what the drafts behind the first took,
-        which is no price of the step's tokens.
+        The target's runner must have computed `plan` last. `going_on_s` is then the time of the drafts behind the
+        first, which is no price of the step's tokens.
         """
         works, sampled = self._works(plan, output)
         self.going_on_s = 0.0
@@ -230,8 +230,7 @@ class DraftModel:
             number += 1
 
     def _own_hidden(self) -> torch.Tensor | None:
-        """The head's hidden states of the rows it drew from last: each takes the target's place from the second draft
-        on."""
+        """The head's hidden states of the rows it drew from: they replace the target's from the second draft on."""
         return self.runner.normed(self.runner.hidden_drawn_from()) if self.is_head else None
 
     def _collect(self, works: list[_Work], drawn: ModelOutput) -> None:

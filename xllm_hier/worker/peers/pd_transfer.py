@@ -1,7 +1,7 @@
 """PdTransfer: device blocks between this worker and the same rank of its PD peers, over the Transfer Engine.
 
 An instance either calls (a PREFILL instance that pushes, a DECODE instance that pulls) or is reached, never both. So an
-engine that calls can be thrown away with what a failed call has left behind: nobody needs the name it was reached by.
+engine that calls can be thrown away with the remains of a failed call: nobody needs the name it was reached by.
 """
 
 from __future__ import annotations

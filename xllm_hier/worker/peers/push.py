@@ -93,11 +93,11 @@ class Pushes:
         self._tell(len(self._target))
 
     def drafted(self) -> None:
-        """The draft model, if there is one, has written what it writes in this step."""
+        """The draft model, if there is one, has written its blocks of this step."""
         self._tell(len(self._stages))
 
     def fail(self) -> None:
-        """The forward failed: what has not begun is not written, and all its pushes count as failed."""
+        """The forward failed: no further write begins, and all its pushes count as failed."""
         self._stop(Problem("forward", "the forward failed"))
 
     def _stop(self, problem: Problem) -> None:
@@ -150,7 +150,7 @@ class Pushes:
         self._ended.set()
 
     def _pieces(self, peer: Peer, stages: Sequence[_Stage]) -> Pieces:
-        """The part of some stages that goes to one peer."""
+        """The pieces of some stages for one peer."""
         pushes = [push for push in self._pushes if push.peer is peer and push.problem is None]
         blocks = [(stage, each) for stage in stages for push in pushes for each in push.blocks[stage.role]]
         return Pieces.joined([each.pieces(stage.layers) for stage, each in blocks])

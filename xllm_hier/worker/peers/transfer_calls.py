@@ -158,7 +158,7 @@ class PeerCalls:
         move = engine.write if kind == "push" else engine.read
         code, seconds = move(peer.session, pieces.local.tolist(), pieces.remote.tolist(), pieces.sizes.tolist())
         if code != 0:
-            # What is read lands here through the engine, which ends now; what is written may wait in the peer's kernel.
+            # A read lands here through the engine, which ends now; a write may still wait in the peer's kernel.
             return self._failure(
                 f"a {kind} of {pieces.nbytes} bytes with", peer, code, seconds, harmless=kind == "pull"
             )

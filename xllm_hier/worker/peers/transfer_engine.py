@@ -5,7 +5,7 @@ Known of wheel 0.3.13 (measured, over tcp):
 - The port in the local name means nothing. An engine opens two listeners, on all interfaces, at random ports from
   MC_MIN_RPC_PORT to MC_MAX_RPC_PORT, which are read once per process; a range that touches 32768..60999 is ignored.
 - A call after a failed initialisation, and the end of an engine during a call, are segmentation faults.
-- A call that has returned an error is not over: what it had queued is still sent, or received, when the peer goes on,
+- A call that has returned an error is not over: its queued pieces are still sent, or received, when the peer goes on,
   and from the memory as it is then. Only the end of the engine ends that: a reader's memory is then its own again, and
   to a stopped peer goes only what the kernel has taken over, 8 MiB at most, within 0.3 s of its going on.
 - The end of an engine holds the interpreter's lock for 0.1 to 1 s.

@@ -1,4 +1,4 @@
-"""The circuit breaker before the store: what it may be asked now, from how its last calls went.
+"""The circuit breaker before the store: the last calls decide which calls may be made now.
 
     detached --attach--> open <---------- a call failed as a whole, or takes longer than its limit,
                           |                or the last MAX_BAD calls went badly
@@ -10,7 +10,7 @@
                           v
                        attached
 
-In `open` nobody calls but a probe, once a second, on a thread that no request waits for.
+In `open` only a probe calls, once a second, on a thread that no request waits for.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class StoreCircuit:
         return self._state in (ATTACHED, DEGRADED)
 
     def wanted(self) -> None:
-        """Somebody wants a store; whether there is one, a probe will say. One that is in use stays so."""
+        """A store is wanted; a probe finds out whether there is one. A store in use stays so."""
         if self._state == DETACHED:
             self._move(OPEN)
 

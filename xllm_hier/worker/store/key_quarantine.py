@@ -1,4 +1,4 @@
-"""Keys that are left alone for a while because what the store gave for them was not what they say."""
+"""Keys that are left alone for a while because the store gave other bytes for them than they name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class KeyQuarantine:
                 self._since.popitem(last=False)
 
     def held(self, keys: Iterable[str]) -> set[str]:
-        """Those of `keys` that must be neither read nor written now."""
+        """The keys that must be neither read nor written now."""
         with self._lock:
             end = time.monotonic() - KEY_QUARANTINE_S
             while self._since and next(iter(self._since.values())) <= end:

@@ -198,7 +198,7 @@ class KVCacheStore:
     def _reject(self, item: StoreObject) -> None:
         """Take a bad object out of the store, where it would never be replaced, and leave its key alone for a while.
 
-        Else a segment that damages what it holds would get the same block again and again.
+        Else a segment that damages its objects would get the same block again and again.
         """
         self._quarantine.add(item.key)
         self.stats.count("quarantined_keys")

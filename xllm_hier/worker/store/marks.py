@@ -1,4 +1,4 @@
-"""Marks that instances leave in a name space beside their blocks: its model, and the numerics they compute with.
+"""The marks that instances leave in a name space beside their blocks: the model's identity, and their numerics.
 
 Identity, one object per cache domain: the first instance leaves its model's, later ones compare theirs with it::
 
@@ -74,7 +74,7 @@ class StoreMarks:
         return self._note_address
 
     def forget_client(self) -> None:
-        """The client was set up anew: what it lent before is not its own any more."""
+        """The client was set up anew: memory that it lent before is not its own any more."""
         self._note_address = 0
 
     # ------------------------------------------------------------------------------------------- identity

@@ -167,7 +167,7 @@ class MooncakeClient:
 
     @property
     def hint(self) -> str:
-        """A cause beside the obvious for a failed set-up; empty or the end of a sentence."""
+        """A likely reason of a failed set-up beside the obvious ones; empty or the end of a sentence."""
         return " (is MC_STORE_CLUSTER_ID the masters' cluster id, and does one lead?)" if self._follows_leader else ""
 
     def _check_rdma(self) -> None:
@@ -250,7 +250,7 @@ class MooncakeClient:
             with self._call() as store:
                 codes = list(store.batch_is_exist(part))
             if len(codes) != len(part) or any(code < 0 for code in codes):
-                raise StoreError(f"the store does not say what it holds: code {min(codes, default=None)}")
+                raise StoreError(f"the store does not list its objects: code {min(codes, default=None)}")
             found.extend(code == 1 for code in codes)
         return found
 

@@ -1,4 +1,4 @@
-"""Store calls in order on a thread of their own, none of which anybody has to wait for longer than he wants."""
+"""Store calls in order on a thread of their own; a caller may give up a call that takes too long."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Task:
 
 
 class StoreQueue:
-    """Runs what is submitted, one after the other."""
+    """Runs tasks one after the other."""
 
     def __init__(self, name: str) -> None:
         self._thread = one_thread(name)
@@ -32,7 +32,7 @@ class StoreQueue:
     def submit(
         self, work: Callable[[], Any], answer: Callable[[Any], None], give_up: Callable[[bool], None] | None = None
     ) -> None:
-        """Run `work` after what was submitted before, and give `answer` its result.
+        """Run `work` after the tasks submitted before, and give `answer` its result.
 
         In its place `give_up` may be called, by the method of that name, with True when `work` was under way; None: it
         is waited for in any case.

@@ -14,7 +14,7 @@ _WINDOWS_PER_STRIDE = 4
 
 
 def strides(config: EngineConfig, layouts: Sequence[BlockLayout]) -> dict[BlockType, int]:
-    """Tokens after which each something is kept, of the types of which a restore needs a part only.
+    """Tokens between two boundaries worth keeping, of the types of which a restore needs a part only.
 
     Raises:
         ConfigError: a setting is no multiple of the block size.
@@ -81,7 +81,7 @@ class CacheSizes:
 
         least = self.swa_need(self.layouts[0]) if self.layouts[0].block_type is BlockType.SWA else 1
         if total(least) > budget:
-            raise ConfigError("max_cache_size", budget, f"at least {total(least)} bytes for what one sequence needs")
+            raise ConfigError("max_cache_size", budget, f"at least {total(least)} bytes for one sequence")
         return _largest(least, budget // bytes_of[self.layouts[0].block_type], lambda count: total(count) <= budget)
 
 

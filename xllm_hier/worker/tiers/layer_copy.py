@@ -34,7 +34,7 @@ def end_of_layers(parts: Sequence[Part]) -> int:
 
 
 class Copier(Protocol):
-    """The calls that a transfer makes to a copier; one thread at a time makes them."""
+    """Copies of one worker; each method is called by one thread at a time."""
 
     name: str
 
@@ -52,7 +52,7 @@ class Copier(Protocol):
         """
 
     def close(self) -> None:
-        """Wait for the copies under way and let go of the memory."""
+        """Wait for the copies under way and release the memory."""
 
 
 # ------------------------------------------------------------------------------------------------- torch

@@ -18,7 +18,7 @@
 3. The next forward attaches all pending loads, also those that belong to no sequence of its own: a loaded block is
    in the engine's prefix index before its bytes are there, so that any forward after it may read it.
 4. The model calls `LoadWaiter(layer)` before that layer touches the cache. `finish` waits for the rest and for the
-   proofs, and names the failed loads; the engine voids whatever the step computed from their blocks.
+   proofs, and names the failed loads; the engine voids the results that depend on their blocks.
 """
 
 from __future__ import annotations
