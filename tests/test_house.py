@@ -21,8 +21,8 @@ FLOORS = """
   kv_events machine models.demo models.expert_routing models.parallel models.rope models.weights openai.refusals
   openai.tokenizer peer_plans process settings store_key worker.compute.attention worker.compute.plan_digest
   worker.compute.sampler worker.tiers.cache_domain worker.tiers.layered_wait
-- calls config engine.blocks.prefetch engine.blocks.types models.families models.identity openai.auth openai.listening
-  openai.sampling openai.streaming registry service.config service.prefix_index service.rates
+- calls config engine.blocks.prefetch engine.blocks.types engine.pair.line models.families models.identity openai.auth
+  openai.listening openai.sampling openai.streaming registry service.config service.prefix_index service.rates
   worker.compute.block_compare worker.compute.device_attention worker.compute.latent_attention worker.tiers.layer_copy
   worker.tiers.proof worker.transfer_stats
 - embedded_store engine.blocks.sequence engine.rank_views environment models.delta_rule models.parts openai.protocol
@@ -43,7 +43,7 @@ FLOORS = """
   worker.peers.pd_transfer worker.store.store_tier
 - api.admin engine.blocks.publishing worker.caches worker.compute.speculation worker.tiers.kv_cache_transfer
 - api.app engine.blocks.books worker.worker
-- api.server engine.steps.audit engine.steps.drafts engine.steps.step
+- api.server engine.steps.audit engine.steps.drafts engine.steps.queues engine.steps.step
 - engine.pair.role engine.steps.canonical
 - engine.steps.scheduler
 - engine.pair.prefill engine.steps.limits

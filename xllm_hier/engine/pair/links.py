@@ -1,8 +1,8 @@
-"""Links between the engines of prefill and decode instances: who is linked, who is lost, and what they say.
+"""Links between the engines of prefill and decode instances: made, lost, and the messages that they carry.
 
 Each instance has one socket on which all its peers speak to it and one to each peer, so that either side sees within
 milliseconds that the other's process has ended; one that is silent for too long counts as lost, too. A message names
-the incarnation it is for: what was meant for an earlier process on the same address is dropped.
+the incarnation it is for: one for an earlier process on the same address is dropped.
 
 A prefill instance says Hello, a decode instance answers with a Welcome that links the two or says why not.
 """
@@ -20,70 +20,17 @@ import zmq
 from ...clock import now
 from ...config import EngineConfig
 from ...errors import StartupError, WireError
-from ...machine import split_address
 from ...peer_plans import PROTOCOL, Bye, Heartbeat, Hello, Welcome
 from ...plans import TransferEndpoint
 from ...wire import pack, unpack
+from .line import Line, keep_alive
 
 log = logging.getLogger("xllm.peers")
 
 HELLO_AGAIN_S = 1.0  # after a refusal or a loss, while the peer's address answers
 _ANSWER_LIMIT_S = 5.0  # for a Welcome
 _FORGET_S = 60.0  # after its limit, who came and went: so long the way to it may be broken
-_KEEPALIVE_S = 5  # a machine that is gone closes nothing: its silence on the wire does
 _LONGEST_MESSAGE = 256 << 20
-
-
-class _Line:
-    """The way to one address: a socket that connects by itself again and again, and what becomes of it.
-
-    Raises:
-        ValueError: it is no address.
-    """
-
-    def __init__(self, context: zmq.Context[Any], address: str) -> None:
-        self.address = address
-        split_address(address)  # whoever speaks to us says where it is, and may say anything
-        self._socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, 500)
-        self._socket.setsockopt(zmq.IPV6, "[" in address)
-        _keep_alive(self._socket)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
-        self.connected = False
-        try:
-            self._socket.connect(f"tcp://{address}")
-        except zmq.ZMQError as error:
-            self.close()
-            raise ValueError(f"{address!r} is no address: {error}") from error
-
-    def news(self) -> list[bool]:
-        """Connections made (True) and lost (False) since the last call."""
-        found = []
-        while self._monitor.poll(0):
-            number = int.from_bytes(self._monitor.recv_multipart()[0][:2], "little")
-            self.connected = number == zmq.EVENT_CONNECTED
-            found.append(self.connected)
-        return found
-
-    def send(self, frames: list[bytes]) -> None:
-        if self.connected:  # else they would wait for whoever comes to this address
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
-
-    def close(self) -> None:
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close()
-
-
-def _keep_alive(socket: zmq.Socket[Any]) -> None:
-    for option, value in (
-        (zmq.TCP_KEEPALIVE, 1),
-        (zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_S),
-        (zmq.TCP_KEEPALIVE_INTVL, _KEEPALIVE_S),
-        (zmq.TCP_KEEPALIVE_CNT, 3),
-    ):
-        socket.setsockopt(option, value)
 
 
 @dataclass(eq=False)
@@ -92,7 +39,7 @@ class Peer:
     this one knows. `owes_welcome`: the answer to its Hello waits for the line."""
 
     address: str
-    line: _Line
+    line: Line
     incarnation: str = ""
     linked: bool = False
     refused: str = ""
@@ -148,7 +95,7 @@ class PeerLinks:
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, _LONGEST_MESSAGE)
         self.socket.setsockopt(zmq.IPV6, ":" in config.disagg_pd_host)
-        _keep_alive(self.socket)
+        keep_alive(self.socket)
         host = f"[{config.disagg_pd_host}]" if ":" in config.disagg_pd_host else config.disagg_pd_host
         try:
             if config.disagg_pd_port:
@@ -160,7 +107,7 @@ class PeerLinks:
             self.socket.close()
             raise StartupError(f"disagg_pd_port {config.disagg_pd_port} on {host} cannot be taken: {error}") from error
         self.address = f"{host}:{self.port}"
-        self._asks = [Peer(address, _Line(context, address)) for address in config.decode_addresses]
+        self._asks = [Peer(address, Line(context, address)) for address in config.decode_addresses]
         self._peers = {peer.address: peer for peer in self._asks}
         self._configured = frozenset(self._peers)
         self._named: dict[str, str] = {}
@@ -279,7 +226,7 @@ class PeerLinks:
     def _peer_at(self, address: str) -> Peer:
         """The peer that is reached at `address`, known or new; a new one's line takes a moment to connect."""
         if address not in self._peers:
-            self._peers[address] = Peer(address, _Line(self._context, address))
+            self._peers[address] = Peer(address, Line(self._context, address))
         return self._peers[address]
 
     def _on_hello(self, sender: str, address: str, hello: Hello) -> None:

@@ -10,25 +10,23 @@ first token; on a decode instance it arrives with that token (`adopt`).
 
 from __future__ import annotations
 
-import bisect
 import logging
 
-from ...plans import AddRequest, Forward, ForwardOutput, RequestOutput
+from ...plans import Forward, ForwardOutput, RequestOutput
 from ..blocks.books import HierarchyBlockManagerPool
-from ..blocks.sequence import Home, Sequence, SequenceState
+from ..blocks.sequence import Sequence, SequenceState
 from .audit import Auditor
 from .canonical import CanonicalQueue
 from .drafts import DraftCounts, Drafter
+from .queues import Queues
 from .replies import Replies
 from .step import Advanced, Drawn, Step
 
 log = logging.getLogger("xllm.engine")
 
-MATCHED_REQUESTS = 64  # whose hits are looked up for a heartbeat: the rest counts in full
 
-
-class Scheduler:
-    """Queues of one instance; used by one thread.
+class Scheduler(Queues):
+    """Steps of one instance; used by one thread.
 
     `max_seqs` sequences and `max_tokens` tokens per step, at most `chunk_tokens` of one prompt per step. `hands_over`:
     other instances generate the tokens of requests that want more than one.
@@ -44,25 +42,17 @@ class Scheduler:
         auditor: Auditor | None = None,
         hands_over: bool = False,
     ) -> None:
-        self.manager = manager
+        super().__init__(manager, hands_over=hands_over)
         self.auditor = auditor or Auditor(manager)
         self.drafter = Drafter(manager)
         self.replies = Replies()
         self.max_tokens = max_tokens
         self.max_seqs = max_seqs
         self.chunk_tokens = chunk_tokens
-        self.hands_over = hands_over
-        self.sequences: dict[str, Sequence] = {}
-        self.prefetching: list[Sequence] = []
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
-        self.arriving: list[Sequence] = []
-        self.homeless: list[Sequence] = []
         self._canonical = CanonicalQueue(manager, self.auditor)
         self._ahead = manager.settings.drafting.ahead
         self._distrusted = False
         self._next_step = 0
-        self._next_arrival = 0
         self.num_preemptions = 0
 
     @property
@@ -75,85 +65,12 @@ class Scheduler:
         """Drafted and accepted tokens so far."""
         return self.drafter.counts
 
-    # ------------------------------------------------------------------------------------------- admission
-
-    def add_request(self, request: AddRequest) -> None:
-        """Admit a checked request: its prefetch starts now, it is scheduled when that has ended."""
-        sequence = self.manager.new_sequence(request)
-        sequence.arrival = self.new_arrival()
-        if self.hands_over and request.max_tokens > 1:
-            sequence.home = Home.SOUGHT
-        self.sequences[request.request_id] = sequence
-        self.readmit(sequence)
-
-    def new_arrival(self) -> int:
-        """The next number in the order of arrival."""
-        self._next_arrival += 1
-        return self._next_arrival
-
-    def readmit(self, sequence: Sequence) -> None:
-        """Begin with a sequence that holds no blocks, from its prefetch on."""
-        sequence.state = SequenceState.PREFETCHING
-        if self.manager.prefetch_from_storage(sequence):
-            self.prefetching.append(sequence)
-        else:
-            self._enqueue_ready(sequence)
-
-    def adopt(self, sequence: Sequence) -> None:
-        """Go on with a sequence whose prompt and first token another instance has computed."""
-        sequence.state = SequenceState.WAITING
-        self.sequences[sequence.request.request_id] = sequence
-        self.arriving.append(sequence)
-
-    def abort(self, request_id: str) -> None:
-        """Stop a request in whatever state it is; its blocks return as soon as no transfer needs them."""
-        sequence = self.sequences.get(request_id)
-        if sequence is not None:
-            sequence.aborted = True
-
-    def poll_prefetches(self) -> None:
-        """Move the requests whose prefetch has ended to the waiting queue; aborted ones leave."""
-        for sequence in list(self.prefetching):
-            if self.manager.update_prefetch_result(sequence):
-                self.prefetching.remove(sequence)
-                self._enqueue_ready(sequence)
-
-    def _enqueue_ready(self, sequence: Sequence) -> None:
-        if sequence.home is Home.SOUGHT:
-            sequence.state = SequenceState.REMOTE
-            self.homeless.append(sequence)
-        else:
-            self.admit(sequence)
-
-    def take_homeless(self) -> list[Sequence]:
-        """Sequences since the last call that are ready and want a decode instance; `admit` brings them back."""
-        homeless, self.homeless = self.homeless, []
-        return homeless
-
-    def admit(self, sequence: Sequence) -> None:
-        """Let a sequence wait for its turn to be computed."""
-        sequence.state = SequenceState.WAITING
-        bisect.insort(self.waiting, sequence, key=lambda waiting: waiting.order)
-
     # ------------------------------------------------------------------------------------------ scheduling
 
     @property
     def has_work(self) -> bool:
         """Something can be computed, or a queue must be looked at, without a new message."""
         return bool(self.waiting or self.running or self.arriving or self.canonical or self.auditor.has_work)
-
-    def backlog_tokens(self) -> int:
-        """Prompt tokens of open requests that are still to be computed, as far as caches do not have them."""
-        known = sum(max(0, sequence.prompt_length - sequence.num_computed) for sequence in self.running)
-        for number, sequence in enumerate([*self.waiting, *self.prefetching]):
-            hit = self.manager.hit(sequence).tokens if number < MATCHED_REQUESTS else 0
-            known += max(0, sequence.prompt_length - hit)
-        return known
-
-    @property
-    def num_open(self) -> int:
-        """Requests whose client still waits."""
-        return sum(not sequence.aborted for sequence in self.sequences.values())
 
     def schedule(self) -> Step | None:
         """The next step with all its blocks allocated and its load sent; None when nothing can run now."""
@@ -251,7 +168,7 @@ class Scheduler:
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self.replies.forget(sequence)
-        self._enqueue_ready(sequence)
+        self.enqueue(sequence)
 
     def _chunk(self, sequence: Sequence, start: int, budget: int) -> int:
         """Tokens of a chunk that begins at `start`: of the prompt, or generated ones without KV (one, or a replay). A
@@ -376,7 +293,7 @@ class Scheduler:
         self.manager.forget_prefix(sequence)
         self.manager.deallocate(sequence)
         self.replies.forget(sequence)
-        self._enqueue_ready(sequence)
+        self.enqueue(sequence)
 
     def fail_step(self, step: Step, message: str) -> None:
         """The forward itself failed: its requests end with an error, and its loads are not relied on."""
@@ -389,12 +306,6 @@ class Scheduler:
             self.end(sequence, "error", message)
 
     # ------------------------------------------------------------------------------------------------ ends
-
-    def take_out(self, sequence: Sequence) -> None:
-        """Compute it no further for now; it keeps its blocks."""
-        queue = self.running if sequence in self.running else self.waiting
-        queue.remove(sequence)
-        sequence.state = SequenceState.REMOTE
 
     def hand_over(self, sequence: Sequence) -> None:
         """Another instance goes on with a sequence that was taken out: its blocks are released as at an end."""
@@ -413,11 +324,6 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         sequence.state = SequenceState.FINISHED
         self.hand_over(sequence)
-
-    def forget(self, sequence: Sequence) -> None:
-        """Another instance has answered it in full."""
-        sequence.state = SequenceState.FINISHED
-        del self.sequences[sequence.request.request_id]
 
     def take_outputs(self) -> list[RequestOutput]:
         """Outputs since the last call; the caller sends them."""
