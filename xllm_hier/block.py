@@ -152,7 +152,7 @@ def common_boundary(rules: Sequence[RestoreRule], has: Callable[[BlockType, int]
 
     `has(t, i)` says whether block i of type t can be had, in every domain, on every rank. It is asked for every block
     up to the first that is missing only where a rule needs all; the rules with a span are tried from there downwards,
-    since what holds at a boundary may not hold at a smaller one.
+    since a rule that holds at a boundary may not hold at a smaller one.
     """
     step = math.lcm(*(rule.block_size for rule in rules))
     boundary = limit

@@ -123,12 +123,14 @@ class EngineConfig:
     restore_policy: str = setting(
         "measured",
         CACHE,
-        "measured = what would take longer to restore than to compute, by the rates measured so far, is computed; "
+        "measured = blocks that would take longer to restore than to compute, by the rates so far, are computed; "
         "always = whatever can be restored is",
         choices=("measured", "always"),
     )
     verify_host_blocks: bool = setting(
-        True, CACHE, "check the sum of each host block beside its copy to the device; what does not fit is recomputed"
+        True,
+        CACHE,
+        "check the sum of each host block beside its copy to the device; a block that does not fit is recomputed",
     )
     audit_rate: int = setting(
         0,
@@ -198,7 +200,7 @@ class EngineConfig:
     prefetch_deadline_ms: int = setting(
         0,
         STORE,
-        "after it a request waits for no store read any more; what its reads write to stays untouched until they have "
+        "after it a request waits for no store read any more; the targets of its reads stay untouched until these have "
         "ended; 0 = no deadline",
         unit="ms",
         low=0,
@@ -299,14 +301,16 @@ class EngineConfig:
         high=65535,
     )
     kv_events_replay_port: int = setting(
-        0, CLUSTER, "port that answers who has missed events; 0 = a free one", low=0, high=65535
+        0, CLUSTER, "port that repeats missed events; 0 = a free one", low=0, high=65535
     )
 
     host: str = setting("127.0.0.1", SERVER, "address of the HTTP server")
     port: int = setting(8010, SERVER, "port of the HTTP server; 0 = a free one, printed at start", low=0, high=65535)
     served_model_name: str = setting("", SERVER, "name in the API; empty = model_id")
     api_key: str = setting(
-        "", SERVER, "bearer token that /v1/* asks for; empty = whoever reaches the port may use it (see XLLM_API_KEY)"
+        "",
+        SERVER,
+        "bearer token that /v1/* asks for; empty = anybody who reaches the port may use it (see XLLM_API_KEY)",
     )
     admin_token: str = setting("", SERVER, "bearer token of /cache/*; empty = only loopback may call them")
     log_level: str = setting("info", SERVER, "of all processes", choices=("debug", "info", "warning", "error"))
@@ -321,7 +325,7 @@ class EngineConfig:
         False,
         LIMITS,
         "bring a served instance up again after one of its processes died or hung; its store, also the embedded one, "
-        "keeps what it has",
+        "keeps its objects",
     )
     peer_timeout_s: float = setting(
         10.0, LIMITS, "without a sign of life of a PD peer, before it counts as lost", unit="s", low=0.5

@@ -301,7 +301,7 @@ class EmbeddedStore:
             if written != on_disk:
                 on_disk, stalled_at = written, now + 2 * _HEARTBEAT_S
             elif now > stalled_at:
-                return  # what lacks was pushed off the disk, or does not fit
+                return  # the missing objects were pushed off the disk, or do not fit
             time.sleep(0.05)
         log.warning("the embedded store ends with %d of %d objects on its disk", *reversed(self.objects()))
 

@@ -1,4 +1,4 @@
-"""The exception tree: every error a user or another process may meet, each with what to do about it."""
+"""The exception tree: every error a user or another process may meet, each with advice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class XllmError(Exception):
 class ConfigError(XllmError):
     """A setting cannot be used; raised before any process starts.
 
-    `name` is the flag without dashes, `value` what was given, `allowed` a phrase that completes "allowed: ...".
+    `name` is the flag without dashes, `value` the given value, `allowed` a phrase that completes "allowed: ...".
     """
 
     def __init__(self, name: str, value: object, allowed: str) -> None:

@@ -1,6 +1,6 @@
 """Chained 128-bit block hashes over all facts of a block's KV, and nothing of process, machine or PYTHONHASHSEED.
 
-hash_0 = H(root, tokens), hash_i = H(hash_{i-1}, tokens); root = H(cache_salt and what else changes all KV of a
+hash_0 = H(root, tokens), hash_i = H(hash_{i-1}, tokens); root = H(cache_salt and all else that changes the KV of a
 request). H is BLAKE2b cut to 16 bytes: cryptographic, because a made collision would serve one user's KV to another
 (vLLM GHSA-rm76-4mrf-v9r8).
 """
@@ -19,7 +19,7 @@ _PERSON = b"xllm-kv-v3"
 
 
 def root_hash(cache_salt: str = "", extra: Sequence[bytes] = ()) -> bytes:
-    """Parent of a request's first block; `extra` names what else changes the KV (adapter, multimodal hashes)."""
+    """Parent of a request's first block; `extra` names all else that changes the KV (adapter, multimodal hashes)."""
     digest = hashlib.blake2b(digest_size=HASH_BYTES, person=_PERSON)
     for part in (cache_salt.encode(), *extra):
         digest.update(len(part).to_bytes(8, "little"))

@@ -41,7 +41,7 @@ _SEALS = 0x0001 | 0x0002 | 0x0004  # SEAL | SHRINK | GROW: no peer can make our 
 
 class HostMemory:
     """`nbytes` of host memory as one uint8 array at `address`; `array` stays valid until `close`, and views of it keep
-    the mapping alive. `fd` is what `attach` takes in another process; None for memory that somebody else owns.
+    the mapping alive. `fd` is what `attach` takes in another process; None for memory of another owner.
 
     Raises:
         ConfigError: the machine cannot give that much, with the figures.

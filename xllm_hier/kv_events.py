@@ -2,7 +2,7 @@
 
 The wire is vLLM's (its `kv_events.py` since 0.26), so that routers made for it read ours: three frames, topic, number
 (8 bytes, big endian) and a msgpack array `[time, events, 0]` of events that are maps with a `type`. A consumer that
-decodes it by position ignores what we add behind: the incarnation, so that a restart is seen, and the load, so that one
+decodes it by position ignores our fields behind: the incarnation, so that a restart is seen, and the load, so that one
 stream is enough. `medium` says the tier; `group_idx` the block type, by its number among the model's.
 
 A second socket answers questions: 8 bytes, the number from which on batches are sent once more, as in vLLM, or the
@@ -129,7 +129,7 @@ def pack_batch(batch: EventBatch, groups: Sequence[BlockType]) -> bytes:
 
 
 def unpack_batch(data: bytes) -> EventBatch:
-    """The batch in `data`. Raises WireError when it is none, or none that says who sent it."""
+    """The batch in `data`. Raises WireError when it is none, or does not name its sender."""
     try:
         ts, events, _rank, incarnation, load = msgpack.unpackb(data, strict_map_key=False)[:5]
         if not isinstance(incarnation, str) or not isinstance(load, (dict, type(None))):

@@ -408,7 +408,8 @@ def run_until_stopped(instance: Instance, announce: Callable[[Instance], None]) 
 def _restarted(instance: Instance, pause: float) -> bool:
     """Try to bring the instance up until it is; False when it is told to stop meanwhile.
 
-    The pauses before the tries grow, so that what cannot come up, or does not live long, does not burn the machine.
+    The pauses before the tries grow, so that an instance that cannot come up, or does not live long, does not burn the
+    machine.
     """
     while not instance.stopping(pause):
         try:

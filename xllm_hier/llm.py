@@ -54,7 +54,7 @@ class TextOutput:
     stop_reason: int | str | None = None
 
     def add(self, event: TokenEvent) -> None:
-        """Append what `event` brings, apart from its text."""
+        """Append the parts of `event` other than its text."""
         if event.token_id is not None:
             self.token_ids.append(event.token_id)
             if self.logprobs is not None and event.logprob is not None:

@@ -176,7 +176,7 @@ class TransferBlocks:
 class TransferKvBlocks:
     """D2H2G write-back, ordered after every forward sent before it; answered by `OffloadCopied`, then `OffloadStored`.
 
-    `put` False keeps the blocks out of the store: what only a resumed sequence may read stays on the host.
+    `put` False keeps the blocks out of the store: blocks that only a resumed sequence may read stay on the host.
     """
 
     transfer_id: int
@@ -423,7 +423,7 @@ class ForwardOutput:
 
     `num_tokens` says how many each has, one and those its accepted drafts brought; None: one each. `proposals` are what
     the worker's draft model drafts behind them, one array for each of these sequences; empty without such a model.
-    `draft_s` is what drafting took beyond the draft model's share of the step's own tokens; not in `compute_s`.
+    `draft_s` are the seconds of drafting beyond the draft model's share of the step's own tokens; not in `compute_s`.
 
     `logprobs[i]` is None where the sequence did not ask. `prompt_logprobs` holds one list per prefill sequence that
     asked. `failed_batches`: loads that this forward waited for in vain; the rows computed from them are void.

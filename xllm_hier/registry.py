@@ -1,8 +1,8 @@
 """The registry of a cluster in etcd: its keys and values, and how a process keeps its own key there.
 
 Keys and values are xLLM's (`XLLM:<ROLE>:<name>`), so that tools made for it find ours; an instance's JSON has more
-fields. Every key hangs on a lease that its owner keeps alive: who dies is gone after `etcd_ttl`. Nobody depends on etcd
-being there: a key that is lost comes back with the next round, and whoever reads keeps what was read last.
+fields. Every key hangs on a lease that its owner keeps alive: a dead owner's key is gone after `etcd_ttl`. Nobody
+depends on etcd being there: a key that is lost comes back with the next round, and readers keep the last answer.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def replica_key(rpc_address: str) -> str:
 
 
 def instances_of(found: dict[str, bytes]) -> dict[str, InstanceInfo]:
-    """The instances among the keys of a registry, by name; what does not parse is logged and left out."""
+    """The instances among the keys of a registry, by name; an entry that does not parse is logged and left out."""
     instances: dict[str, InstanceInfo] = {}
     for key, value in found.items():
         role = key.removeprefix(PREFIX).partition(":")[0]
@@ -246,10 +246,10 @@ def _text(error: Exception) -> str:
 class Membership:
     """Keeps keys of this process in the registry from a thread of its own, from `start` to `stop`.
 
-    Each round, three in `ttl_s`, the lease is renewed, and what is missing or differs is put again. `owned` are written
-    whatever is there; `contested` are taken only when nobody has them, and the first who does has them until it dies.
-    `found` is what the registry held at the last round that could read it, or None before; `why` is empty, or why the
-    last round failed. `on_round` is called in that thread after every round.
+    Each round, three in `ttl_s`, the lease is renewed, and keys that are missing or differ are put again. `owned` are
+    written in any case; `contested` are taken only when nobody has them, and their first owner keeps them until it
+    dies. `found` is the registry at the last round that could read it, or None before; `why` is empty, or why the last
+    round failed. `on_round` is called in that thread after every round.
     """
 
     def __init__(
@@ -276,7 +276,7 @@ class Membership:
         self._thread.start()
 
     def stop(self, timeout_s: float = 3.0) -> None:
-        """End the thread and take the keys away; what cannot be done within `timeout_s` is left to the lease."""
+        """End the thread and take the keys away; the rest after `timeout_s` is left to the lease."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
@@ -317,7 +317,7 @@ class Membership:
 
     def _round(self) -> None:
         anew = not self._lease or not self._etcd.keep_alive(self._lease)
-        if anew:  # what still hangs on an older lease goes with that
+        if anew:  # keys that still hang on an older lease go with that
             self._lease = self._etcd.grant(self._ttl_s)
         found = self._etcd.read()
         with self._lock:

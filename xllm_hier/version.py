@@ -1,3 +1,3 @@
-"""The version of the package, for those who tell it to others; pyproject.toml has the same."""
+"""The version of the package, told to clients and peers; pyproject.toml has the same."""
 
 __version__ = "0.1.0"

@@ -118,7 +118,7 @@ class Channel:
 
     def send(self, message: Any) -> bool:
         """Queue a message; waits for a peer that has not connected yet. False when the peer is gone or never comes:
-        nobody will read it, and who needs an answer notices by its own limit."""
+        nobody will read it, and a caller that needs an answer has a limit of its own."""
         data = pack(message)
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Builds the parts of an engine from its settings and from what its workers found."""
+"""Builds the parts of an engine from its settings and its workers' facts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class EngineParts:
 def build_parts(
     config: EngineConfig, workers: WorkerLink, ready: list[WorkerReady], links: PeerLinks | None
 ) -> EngineParts:
-    """The parts of an engine whose ranks have said what they found in `ready`."""
+    """The parts of an engine whose ranks have told their facts in `ready`."""
     block_size, model = ready[0].block_size, ready[0].model
     policy = RestorePolicy(block_size, measured=config.restore_policy == "measured")
     journal = CacheJournal(block_size) if config.publishes_events else None

@@ -38,7 +38,7 @@ from .remote_worker import RemoteWorkers
 from .report import EngineReport
 
 CALL_LIMIT_S = 30.0
-SETTLE_LIMIT_S = 5.0  # a clear waits so long for transfers to end before it takes what there is
+SETTLE_LIMIT_S = 5.0  # a clear waits so long for transfers to end before it takes the present state
 
 _TIERS = ("device", "host", "store")
 
@@ -74,7 +74,7 @@ class EngineCalls:
         self._drains: list[Call] = []
 
     def on_call(self, call: Call) -> None:
-        """Answer `call`, or begin what its answer needs."""
+        """Answer `call`, or begin the work that its answer needs."""
         match call.question:
             case GetInfo():
                 self._answer(call, self._report.info())

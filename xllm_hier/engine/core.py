@@ -1,4 +1,4 @@
-"""The engine process: one loop that takes messages, schedules a step, awaits it, and sends what came of it.
+"""The engine process: one loop that takes messages, schedules a step, awaits it, and sends the outputs.
 
 While a forward runs the loop goes on serving everything that does not need it: new requests begin their prefetch,
 prefetch batches follow each other, write-backs end.
@@ -101,7 +101,7 @@ class EngineCore:
             raise
 
     def turn(self) -> None:
-        """Once round the loop: take messages, schedule a step, await it, send what came of it."""
+        """Once round the loop: take messages, schedule a step, await it, send the outputs."""
         self._receive(self._patience())
         self.scheduler.poll_prefetches()
         self.role.poll(settled=self.links is None or (not self._was_away() and self.workers.all_answer(AWAY_S)))

@@ -22,7 +22,7 @@ log = logging.getLogger("xllm.events")
 KEPT_BATCHES = 10_000  # for consumers that missed some; one that missed more asks for a snapshot
 _QUEUED_BATCHES = 100_000  # for one subscriber that does not read, before it misses some
 _PART_BLOCKS = 2_000  # of a snapshot, in one message: some 10 ms, between which the engine goes on
-_MOST_SNAPSHOTS = 64  # under way; who asks beyond them asks again
+_MOST_SNAPSHOTS = 64  # under way; a subscriber beyond them has to ask again
 
 
 class KvPublisher:
@@ -118,7 +118,7 @@ class KvPublisher:
         return pack_batch(EventBatch(time.time(), events, self._incarnation, load), self._groups)
 
     def _answer(self, sender: bytes, question: bytes) -> None:
-        """Answer once more what was published, or begin a snapshot, of which the first part tells of everything that
+        """Repeat batches that were published, or begin a snapshot, of which the first part tells of everything that
         was published before the number it bears."""
         if question == SNAPSHOT:
             if len(self._snapshots) < _MOST_SNAPSHOTS:

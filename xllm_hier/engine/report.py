@@ -51,7 +51,7 @@ class StepTotals:
 
 
 class EngineReport:
-    """Reads the scheduler and the block books when asked; holds only what nobody else keeps.
+    """Reads the scheduler and the block books when asked; holds only figures that no other part keeps.
 
     The engine's loop adds to `totals` and `store_states`, and sets `publisher` once there is one. `worker_stats` are
     the ranks' last figures, merged.

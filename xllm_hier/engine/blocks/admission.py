@@ -75,7 +75,7 @@ class Admission:
             (sequence.live_states if kind is BlockType.LINEAR else sequence.held[kind].blocks).extend(new)
 
     def _begin(self, sequence: Sequence, count: int) -> bool:
-        """The first blocks of a sequence: its prefix, and what it lacks beyond that."""
+        """The first blocks of a sequence: its prefix, and new ones beyond it."""
         hit = self._prefix.hit(sequence)
         found = self._prefix.needed(sequence, hit.boundary)
         self._pin(found)

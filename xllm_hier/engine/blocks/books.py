@@ -59,8 +59,8 @@ class HierarchyBlockManagerPool:
     """Device and host blocks of one instance.
 
     `sizes` are the model's BlockTypes and their blocks in each tier; 0 host blocks switch the host tier off.
-    `store_enabled` False switches the store off. `policy` decides what is restored; None: whatever can be. `journal`,
-    where there is one, is told of every block that can be had, or no more.
+    `store_enabled` False switches the store off. `policy` decides about restores; None: all that can be restored is.
+    `journal`, where there is one, is told of every block that can be had, or no more.
 
     The engine uses the verbs only. `ledger`, `reads`, `loads` and `write_back` are the parts behind them.
     """
@@ -160,7 +160,7 @@ class HierarchyBlockManagerPool:
         self.ledger.prefix.disclaim(sequence)
 
     def deallocate(self, sequence: Sequence, *, resume: bool = False) -> None:
-        """Give back all blocks of a sequence; `resume`: it was preempted and will go on from what is kept now."""
+        """Give back all blocks of a sequence; `resume`: it was preempted and will go on from the blocks kept now."""
         self._publishing.deallocate(sequence, resume=resume)
 
     def transfer_offload_blocks(self) -> None:

@@ -64,7 +64,7 @@ class Checkpoints:
         return StateMoves(source, ints(list(sequence.states)), ints(list(sequence.states.values())))
 
     def note_written(self, sequence: Sequence) -> None:
-        """A step has ended, and the sequence's tokens are known: which checkpoints hold what they are reserved for. One
+        """A step has ended, and the sequence's tokens are known: note the checkpoints that hold their state. One
         behind a draft that was rejected does not, and is written again."""
         held = self._held(sequence)
         if not held.blocks:
@@ -107,7 +107,7 @@ class Checkpoints:
         return max([sequence.prompt_length // self._size, *(index + 1 for index in written)])
 
     def drop_from(self, sequence: Sequence, first: int) -> None:
-        """Let go of the checkpoints from block `first` on: what they hold will be computed anew."""
+        """Let go of the checkpoints from block `first` on: their states will be computed anew."""
         held = self._held(sequence)
         for index in [index for index in held.numbers(len(sequence.tokens)) if index >= first]:
             self._pools.release([held.block(index)])

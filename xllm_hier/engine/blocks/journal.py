@@ -132,7 +132,7 @@ class CacheJournal:
             for block_hash in pool.in_order()
         ]
         for start in range(0, len(there), most_blocks):
-            assert not self._events, "what was not sent yet would be told twice"
+            assert not self._events, "events that were not sent yet would be told twice"
             for tier, block_type, block_hash in there[start : start + most_blocks]:
                 if self._pools[block_type].tiers[tier].find(block_hash) is not None:
                     self._add(tier, block_type, block_hash)

@@ -88,7 +88,7 @@ def and_over_ranks(bitmaps: Collection[bytes], num_blocks: int) -> bytes:
 
 
 def unknown_blocks(bitmaps: Iterable[bytes], num_blocks: int) -> set[int]:
-    """Blocks of one batch whose targets may still be written to, by what some ranks have said."""
+    """Blocks of one batch whose targets may still be written to, by the answers of some ranks."""
     return {
         number
         for bitmap in bitmaps

@@ -41,16 +41,16 @@ class Rate:
 
 
 class RestorePolicy:
-    """Decides for one instance and counts what it decided; `measured` False restores whatever can be restored.
+    """Decides for one instance and counts its decisions; `measured` False restores all that can be restored.
 
-    `decisions` counts requests: by tier, how many had all of what they hit there restored, only a part, or nothing
+    `decisions` counts requests: by tier, how many had all of their hit there restored, only a part, or nothing
     because computing it was faster.
     """
 
     def __init__(self, block_size: int, *, measured: bool = True) -> None:
         self._block_size = block_size
         self._measured = measured
-        self.trusted = True  # False: what could be restored was found to be wrong
+        self.trusted = True  # False: restored blocks were found to be wrong
         self.compute = Rate()
         self.load = Rate(STALE_S)
         self.read = Rate(STALE_S)
@@ -59,7 +59,7 @@ class RestorePolicy:
         self.decisions = {tier: {"restored": 0, "partly": 0, "recomputed": 0} for tier in ("host", "store")}
 
     def computed(self, prompt_tokens: int, generated_tokens: int, seconds: float) -> None:
-        """A step has ended; only those that are nearly all prompt say what a prompt costs."""
+        """A step has ended; only steps that are nearly all prompt tell the cost of a prompt."""
         if prompt_tokens >= max(MIN_PROMPT_TOKENS, 4 * generated_tokens):
             self.compute.add(prompt_tokens, seconds)
 

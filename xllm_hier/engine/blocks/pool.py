@@ -2,8 +2,8 @@
 
 One life for every block: FREE -> FILLING (referenced, not in the index) -> READY (in the index) -> FREE. A block is
 pinned while it is referenced, or stands before a pinned block in the index; a READY block that is not pinned is
-evictable. Eviction takes the least recently used evictable block that has no READY child, so that what stays behind in
-the index is always a set of prefixes.
+evictable. Eviction takes the least recently used evictable block that has no READY child, so that the index
+always holds a set of prefixes.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Publishing:
     def num_publishable(self, sequence: Sequence) -> int:
         """Leading blocks that are complete and have the bits that their hashes promise."""
         complete = sequence.num_computed // self._size
-        if sequence.tag_decoded:  # decoded blocks are not what a prompt of these tokens would compute
+        if sequence.tag_decoded:  # decoded blocks have other bits than a prompt's
             complete = min(complete, sequence.prompt_length // self._size)
         return complete
 

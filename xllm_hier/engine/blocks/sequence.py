@@ -46,7 +46,7 @@ class Sequence:
     held[t]              blocks of BlockType t; `device_blocks`, `mounted`, `host_targets` are those of the first type
     states[n]            LINEAR device block that holds the state behind n tokens, for the n a step may begin at
     live_states          LINEAR blocks of its own, written by each step, one and one for each draft it may verify
-    boundaries           numbers of blocks behind which it is worth keeping what a restore needs
+    boundaries           numbers of blocks behind which a restore's blocks are worth keeping
     num_computed         tokens with valid KV on the device (after the loads registered for the next forward)
     num_restored         leading blocks that were there at admission, some of them from host or store; 0 when none was
     num_published        blocks whose device metadata was offered to the prefix index

@@ -86,10 +86,10 @@ class StoreReads:
     # ---------------------------------------------------------------------------------------------- begin
 
     def begin(self, sequence: Sequence, known_missing: Collection[tuple[BlockType, bytes]] = ()) -> bool:
-        """Begin to read what device and host lack of the prompt; False when there is nothing to wait for.
+        """Begin to read the blocks of the prompt that device and host lack; False when there is nothing to wait for.
 
         When another request reads a missing block already, this one waits for that read and then looks again, knowing
-        what that read did not find.
+        the blocks that read did not find.
         """
         kind = self._pools.first.type
         holes: list[Column] = []
@@ -183,7 +183,8 @@ class StoreReads:
             self._issue(operation)
 
     def _choose(self, operation: _Prefetch, probe: _Probe) -> None:
-        """Find the largest boundary that device, host and store reach together, and read what it needs of the store."""
+        """Find the largest boundary that device, host and store reach together, and read the blocks that it needs of
+        the store."""
         sequence, found, prefix = operation.sequence, probe.found(), self._prefix
         operation.probe = None
         boundary = prefix.boundary_with(sequence, found)
@@ -301,7 +302,7 @@ class StoreReads:
             self.targets.orphan(operation.prefetch_id, kind, batch, targets)
 
     def _finish(self, operation: _Prefetch) -> None:
-        """Publish the hits to the host prefix, release the misses, keep mounted what is contiguous."""
+        """Publish the hits to the host prefix, release the misses, keep the contiguous ones mounted."""
         sequence, result = operation.sequence, operation.result
         del self._prefetches[operation.prefetch_id]
         del self._prefetch_of[sequence]
@@ -337,7 +338,7 @@ class StoreReads:
             self._journal.not_in_store(block_type, [sequence.hash_of(index)])
 
     def _judge(self, operation: _Prefetch, num_hits: int, weight: float) -> None:
-        # A few blocks, or none, take as long as a batch of them; what was not waited for took at least until now.
+        # A few blocks, or none, take as long as a batch of them; a read that was not awaited took at least until now.
         end = now() if operation.result.timed_out else operation.last_progress
         seconds = (end - operation.started) / operation.company
         self._policy.read.add(max(weight, self._limits.batch_size), seconds)

@@ -174,7 +174,7 @@ class Held:
         return taken
 
     def cut(self, end: int) -> list[int]:
-        """Hold nothing from number `end` on; returns what was held there."""
+        """Hold nothing from number `end` on; returns the blocks held there."""
         taken = self.blocks[end:]
         del self.blocks[end:]
         self._table_length = min(self._table_length, end)

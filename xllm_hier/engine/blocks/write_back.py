@@ -112,7 +112,7 @@ class WriteBack:
         self._pairs.append(_Pair(block_type, block, target, block_hash, pools.parent(parent_hash), put))
 
     def send(self) -> None:
-        """Send what was queued since the last call."""
+        """Send the write-backs queued since the last call."""
         pairs, self._pairs = self._pairs, []
         for put in (True, False):
             chosen = [pair for pair in pairs if pair.put is put]

@@ -6,7 +6,7 @@
 
 Blocks that a peer may be writing to, or that a read of ours may still fill, are not given to anybody else, whatever
 became of the request: they are held until the peer says that it writes no more, or until its process has ended and
-what it had on the wire must have come.
+the bytes that it had on the wire must have come.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class DecodeRole(Role):
             "phases": {phase.value: phases.count(phase) for phase in InboundPhase},
         }
 
-    # ------------------------------------------------------------------------------------- what peers say
+    # ------------------------------------------------------------------------------------- messages of peers
 
     def on_event(self, event: PeerEvent) -> None:
         self._events.append(event)
@@ -166,7 +166,7 @@ class DecodeRole(Role):
         self._release_held(settled)
 
     def _leave_what_is_distrusted(self) -> None:
-        """An audit found a wrong block: what was placed beside found blocks must be placed anew, with none of them."""
+        """An audit found a wrong block: requests placed beside found blocks must be placed anew, with none of them."""
         before, self._alarm = self._alarm, self._scheduler.auditor.alarm
         if before or not self._alarm:
             return
@@ -195,7 +195,7 @@ class DecodeRole(Role):
 
     def _on_new(self, peer: str, new: NewRequest) -> None:
         own = dataclasses.replace(new.request, request_id=_key(peer, new.request.request_id))
-        problem: tuple[str, int] | None = ("what there was of the request is still being ended", 503)
+        problem: tuple[str, int] | None = ("an earlier request of this id is still being ended", 503)
         if own.request_id not in self._requests:
             problem = self._limits.refusal(own, self.num_elsewhere)
         if problem is not None:
@@ -209,8 +209,8 @@ class DecodeRole(Role):
         self._requests[own.request_id] = _Inbound(peer, new.request.request_id, sequence, answers)
 
     def _place_queued(self) -> None:
-        """First come, first served; who would be sent what another request here is getting waits for that, and all wait
-        for those that were preempted here."""
+        """Place requests first come, first served. A request that shares blocks which another one is getting waits for
+        them, and all wait for requests that were preempted here."""
         if self._scheduler.waiting:
             return
         queued = [request for request in self._requests.values() if request.phase is InboundPhase.QUEUED]
@@ -243,7 +243,7 @@ class DecodeRole(Role):
             self._pull(request, first)
 
     def _mismatch(self, request: _Inbound, first: FirstGeneration) -> str:
-        """Why the request cannot go on with what is said of it; nothing has been moved yet."""
+        """The reason for which the request cannot go on with this message; nothing has been moved yet."""
         if request.phase is not InboundPhase.PLACED:
             return f"the request is {request.phase.value} and waits for no first token"
         if first.mode != self._mode:
@@ -295,7 +295,7 @@ class DecodeRole(Role):
         self._end(request, certain=certain)
         if request.orphaned:
             self._hear_of(request.peer, self._late_s)
-        elif not certain:  # when it links again the peer goes on, and with it what may still be written here
+        elif not certain:  # once it links again, nothing that it wrote before is still on its way here
             self._links.lose(request.peer, why)
 
     def _take_over(self, request: _Inbound) -> None:

@@ -1,8 +1,8 @@
 """A sequence on its way from a prefill to a decode instance: which blocks go where.
 
-The decode instance allocates first: device blocks for all that is needed to go on behind the known tokens, except what
-its device prefix has. Which those are is said by number, type by type, so that any part of them may be there already;
-of a sliding window they are its last blocks, of recurrent layers the one state behind the last token::
+The decode instance allocates first: device blocks for all that is needed to go on behind the known tokens, except those
+that its device prefix has. Which those are is said by number, type by type, so that any part of them may be there
+already; of a sliding window they are its last blocks, of recurrent layers the one state behind the last token::
 
     KV      0   1   2   3   4        D has 0 and 1: 2, 3 and 4 are to be filled
     SWA     .   .   .   3   4        the window before the last token; nothing else is ever looked at

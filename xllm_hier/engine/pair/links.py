@@ -29,7 +29,7 @@ log = logging.getLogger("xllm.peers")
 
 HELLO_AGAIN_S = 1.0  # after a refusal or a loss, while the peer's address answers
 _ANSWER_LIMIT_S = 5.0  # for a Welcome
-_FORGET_S = 60.0  # after its limit, who came and went: so long the way to it may be broken
+_FORGET_S = 60.0  # after its limit, a peer that came by itself and went: its way may be broken for so long
 _LONGEST_MESSAGE = 256 << 20
 
 
@@ -125,8 +125,8 @@ class PeerLinks:
         return next((peer for peer in self.linked if peer.incarnation == incarnation), None)
 
     def ask(self, instances: Mapping[str, str]) -> None:
-        """The decode instances that a registry has now: address by name. They are asked beside the configured ones; who
-        is not among them any more is asked no more once it is lost."""
+        """The decode instances that a registry has now: address by name. They are asked beside the configured ones; an
+        instance that has left the registry is asked no more once it is lost."""
         self._named = dict(instances)
         for address in instances.values():
             try:
@@ -175,7 +175,7 @@ class PeerLinks:
                     raise WireError(f"{len(frames)} frames")
                 self._take(version, sender, address, receiver, frames[4])
             except (ValueError, TypeError, AttributeError, WireError) as error:
-                log.error("what has come from somewhere is no message of a peer: %s", error)
+                log.error("a message that is none of a peer's was dropped: %s", error)
         events, self._events = self._events, []
         return events
 
@@ -205,7 +205,7 @@ class PeerLinks:
                 self._events.append(PeerEvent(peer.incarnation, message))
 
     def _take_other_version(self, version: str, address: str) -> None:
-        """Tell whoever speaks another version which one is spoken here: it reads the envelope, whatever is in it."""
+        """Tell a peer of another version the version that is spoken here: it can read the envelope."""
         problem = f"it speaks version {version} of the protocol between instances, this one speaks {PROTOCOL}"
         peer = self._peers.get(address)
         if peer in self._asks:
@@ -302,7 +302,8 @@ class PeerLinks:
     # ------------------------------------------------------------------------------------------------ time
 
     def tick(self, *, away: bool = False) -> None:
-        """Notice ends and silences, send what is due. `away`: this process itself stood still a moment ago."""
+        """Notice ends and silences, say hello and good-bye where it is due. `away`: this process itself stood still a
+        moment ago."""
         moment = now()
         for peer in list(self._peers.values()):
             for connected in peer.line.news():

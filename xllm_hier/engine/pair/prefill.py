@@ -87,7 +87,7 @@ class _Outbound:
 class PrefillRole(Role):
     """Finds places, hands over, relays answers; used by the engine's thread.
 
-    `on_event` may be called while a step is computed: what may concern a sequence of that step waits for `poll`.
+    `on_event` may be called while a step is computed: events of sequences of that step wait for `poll`.
     """
 
     def __init__(self, config: EngineConfig, scheduler: Scheduler, links: PeerLinks) -> None:
@@ -172,7 +172,7 @@ class PrefillRole(Role):
         self._scheduler.take_out(sequence)
         request.phase = OutboundPhase.HANDED
 
-    # ------------------------------------------------------------------------------------- what peers say
+    # ------------------------------------------------------------------------------------- messages of peers
 
     def on_event(self, event: PeerEvent) -> None:
         message = event.message
@@ -316,7 +316,7 @@ class PrefillRole(Role):
         asked.setdefault(request.peer, []).append(NewRequest(sequence.request, generated))
 
     def _move(self, request: _Outbound) -> None:
-        """Its place is gone: it seeks another one, and goes on from what the caches have."""
+        """Its place is gone: it seeks another one, and goes on from its blocks in the caches."""
         sequence, phase = request.sequence, request.phase
         log.warning("%s (%s) leaves its decode instance: %s", request.request_id, phase.value, request.lost)
         self._links.send(request.peer, Cancel(request.request_id, request.lost))

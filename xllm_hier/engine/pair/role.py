@@ -1,4 +1,4 @@
-"""The role of an instance in the engine's loop: what it does besides computing its own requests.
+"""The role of an instance in the engine's loop: its work besides computing its own requests.
 
 `Role` itself is that of a fused instance, which does nothing besides; `PrefillRole` and `DecodeRole` work in pairs. The
 loop calls a role's methods in this order, and nothing below the role calls it back:
@@ -58,7 +58,7 @@ class Role:
         a moment ago, so that bytes that were on the wire then may come only now."""
 
     def begin_step(self, step: Step) -> None:
-        """Add to a step's plan what is to be sent to peers."""
+        """Add the blocks for peers to a step's plan."""
 
     def pushes_ended(self, failures: list[PushFailure], *, void: bool) -> None:
         """The answer to the step has come, `void` if its forward failed; called before the scheduler takes it."""

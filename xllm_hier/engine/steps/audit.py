@@ -1,6 +1,7 @@
-"""The truth audit: now and then a restored prefix is computed again, in idle time, and compared with what was restored.
+"""The truth audit: now and then a restored prefix is computed again, in idle time, and compared with the restored
+blocks.
 
-Checksums prove that a block holds what was once written. Only computing it again proves that what was written is right:
+Checksums prove that a block holds the bytes once written. Only computing it again proves that these were right:
 that nobody changed the weights under one name, copied a layer too few, or mixed up two ranks.
 
     restored   | 0 | 1 | 2 | 3 |     the request's device blocks, kept after its end
@@ -55,9 +56,8 @@ class _Audit:
 class Auditor:
     """Audits one in `rate` requests that were served from host or store (0: none), one at a time.
 
-    `exact`: restored blocks must have the very bits of computed ones; else only what is more than rounding counts, and
-    nothing for a model with `experts`.
-    `results` counts the audits by how they ended.
+    `exact`: restored blocks must have the very bits of computed ones; else only a difference beyond rounding counts,
+    and nothing for a model with `experts`. `results` counts the audits by how they ended.
     """
 
     def __init__(
@@ -164,9 +164,9 @@ class Auditor:
     def _sound_alarm(self, audit: _Audit) -> None:
         self.alarm = True
         log.error(
-            "AUDIT: what was restored for %s is not what computing gives (by rank: %s; 1 = beyond the last bit, 2 = "
-            "other content). Nothing is restored any more, neither from host nor from store, until all three tiers are "
-            "emptied (POST /cache/clear); other instances of this name space may be reading the same blocks.",
+            "AUDIT: the blocks restored for %s are not those that computing gives (by rank: %s; 1 = beyond the last "
+            "bit, 2 = other content). Nothing is restored any more, neither from host nor from store, until all three "
+            "tiers are emptied (POST /cache/clear); other instances of this name space may be reading the same blocks.",
             audit.request_id,
             audit.worst.by_rank,
         )

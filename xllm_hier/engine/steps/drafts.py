@@ -1,8 +1,8 @@
-"""Drafts as the engine sees them: who makes them, those it makes itself, and how many were right.
+"""Drafts in the engine: their makers, prompt lookup, and how many were right.
 
-Prompt lookup drafts what followed the last few tokens where they stood before. No model and no KV: repetitive texts
-(code being edited, documents being quoted, lists) are guessed for nothing, and a wrong guess costs a row of one step
-(https://github.com/apoorvumang/prompt-lookup-decoding).
+Prompt lookup drafts the tokens that followed the last few where these stood before. No model and no KV: repetitive
+texts (code being edited, documents being quoted, lists) are guessed for nothing, and a wrong guess costs a row of one
+step (https://github.com/apoorvumang/prompt-lookup-decoding).
 """
 
 from __future__ import annotations
@@ -123,14 +123,14 @@ class DraftCounts:
 
     @property
     def alarm(self) -> bool:
-        """Drafts behind a restored prompt are right less often than behind a computed one, beyond chance: what was
-        restored for the draft model may not be what was stored."""
+        """Drafts behind a restored prompt are right less often than behind a computed one, beyond chance:
+        the draft model's restored blocks may not be those that were stored."""
         drafted = {origin: count - self._drafted_before[origin] for origin, count in self.drafted.items()}
         accepted = {origin: count - self._accepted_before[origin] for origin, count in self.accepted.items()}
         return any(_falls_behind(drafted, accepted, origin) for origin in ORIGINS[1:])
 
     def forget(self) -> None:
-        """The alarm looks at what comes from now on; the counts stay."""
+        """The alarm looks at drafts from now on; the counts stay."""
         self._drafted_before, self._accepted_before = dict(self.drafted), dict(self.accepted)
 
 

@@ -8,7 +8,7 @@ from collections import deque
 from ...plans import RequestOutput, TokenLogprob
 from ..blocks.sequence import Sequence
 
-RECENT = 32  # of what is told as a recent median
+RECENT = 32  # values behind a recent median
 
 
 class Replies:

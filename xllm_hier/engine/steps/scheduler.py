@@ -238,7 +238,7 @@ class Scheduler(Queues):
 
     def finish(self, step: Step, output: ForwardOutput) -> list[Advanced]:
         """Take the answer to a step: advance every sequence, publish complete blocks, end finished requests. Returns
-        the sequences that run on, or have just ended, with what the step did for them."""
+        the sequences that run on, or have just ended, with the step's result for them."""
         bad = self.manager.finish_loads(step.plan.batch_ids, output.failed_batches)
         if step.audit:
             self.auditor.computed()
@@ -315,7 +315,7 @@ class Scheduler(Queues):
 
     def end(self, sequence: Sequence, reason: str, error: str | None = None, status: int = 500) -> None:
         """End an unfinished request that stands in no queue; a canonical one has been answered long ago."""
-        sequence.num_restored = 0  # its blocks may be what made it fail: nothing to audit
+        sequence.num_restored = 0  # its blocks may have made it fail: nothing to audit
         if sequence.state is not SequenceState.CANONICAL:
             del self.sequences[sequence.request.request_id]
             self.replies.end(sequence, reason, error, status)
