@@ -180,7 +180,7 @@ class HostMemory:
         return cls(array, address, None, None, mmap.PAGESIZE)
 
     def close(self) -> None:
-        """Let go of the memory; views of `array` keep the mapping alive, so that none can dangle."""
+        """Release the memory; views of `array` keep the mapping alive, so that none can dangle."""
         self.array = np.empty(0, dtype=np.uint8)
         if self.fd is not None:
             os.close(self.fd)

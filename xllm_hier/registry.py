@@ -202,7 +202,7 @@ class Etcd:
         raise RegistryError("; ".join(dict.fromkeys(problems)))
 
     def close(self) -> None:
-        """Let go of the connection; the next call makes another."""
+        """Close the connection; the next call makes another."""
         if self._client is not None:
             self._client.session.close()
         self._client = None

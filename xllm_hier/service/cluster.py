@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import aiohttp
 import zmq.asyncio
 
+from ..clock import now
 from ..kv_events import EventBatch, InstanceLoad
 from ..registry import MASTER, Etcd, Membership, instances_of, replica_key
 from .config import ServiceConfig
@@ -31,10 +32,6 @@ _TICK_S = 0.1
 _PROBES = 2
 _FIRST_ROUND_S = 10.0
 _Item = TypeVar("_Item")
-
-
-def _now() -> float:
-    return time.monotonic()
 
 
 class Cluster:
@@ -125,7 +122,7 @@ class Cluster:
         size = self.config.block_size
         instances = instances_of(found)
         wanted = {name: info for name, info in instances.items() if not size or info.block_size == size}
-        self.instances.registered(wanted, _now())
+        self.instances.registered(wanted, now())
         self._first_round.set()
 
     # --------------------------------------------------------------------------------------------- the instances
@@ -196,16 +193,16 @@ class Cluster:
             books.pop(incarnation, None)
 
     def _on_batch(self, name: str, batch: EventBatch) -> None:
-        instance = self.instances.alive(name, batch.incarnation, _now())
+        instance = self.instances.alive(name, batch.incarnation, now())
         if instance is not None and batch.load is not None:
             instance.load = batch.load
             self.router.heard(name, batch.incarnation, instance.load)
 
     async def _look_after(self) -> None:
         while True:
-            for instance in self.instances.hopeless(_now()):
+            for instance in self.instances.hopeless(now()):
                 self._cut_off(instance)
-            for instance in self.instances.due(_now()):
+            for instance in self.instances.due(now()):
                 self._spawn(self._probe(instance))
             await asyncio.sleep(_TICK_S)
 
@@ -216,7 +213,7 @@ class Cluster:
                 status = status or await self._answers(instance.info.name)
         finally:
             drains = status == "draining"
-            self.instances.probed(instance, bool(status) and not drains, _now(), drains=drains)
+            self.instances.probed(instance, bool(status) and not drains, now(), drains=drains)
 
     async def _answers(self, name: str) -> str:
         """The status that its /health tells when it can be sent requests, or when it drains; else empty."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Types
 from dataclasses import dataclass
 
 from ...block import BlockType
@@ -68,7 +67,7 @@ class HierarchyBlockManagerPool:
     def __init__(
         self,
         link: WorkerLink,
-        sizes: Types[TypeSizes],
+        sizes: list[TypeSizes],
         settings: BookSettings,
         *,
         store_enabled: bool = False,

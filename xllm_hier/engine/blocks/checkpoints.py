@@ -107,7 +107,7 @@ class Checkpoints:
         return max([sequence.prompt_length // self._size, *(index + 1 for index in written)])
 
     def drop_from(self, sequence: Sequence, first: int) -> None:
-        """Let go of the checkpoints from block `first` on: their states will be computed anew."""
+        """Release the checkpoints from block `first` on: their states will be computed anew."""
         held = self._held(sequence)
         for index in [index for index in held.numbers(len(sequence.tokens)) if index >= first]:
             self._pools.release([held.block(index)])

@@ -86,5 +86,5 @@ def _is_table(kind: BlockType) -> bool:
 def _local(sequence: Sequence, kind: BlockType, number: int, end: int) -> int:
     block = sequence.held[kind].block(number) if _is_table(kind) else sequence.states[end]
     if block == HOLE:
-        raise InvariantError(f"block {number} of type {kind.value} was let go of before it was handed over")
+        raise InvariantError(f"block {number} of type {kind.value} was released before it was handed over")
     return block

@@ -353,7 +353,7 @@ class PeerLinks:
                 del self._peers[address]
 
     def close(self) -> None:
-        """Say good-bye and let go of the sockets; a second call does nothing."""
+        """Say good-bye and close the sockets; a second call does nothing."""
         if self.socket.closed:
             return
         for peer in self.linked:

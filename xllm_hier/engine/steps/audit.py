@@ -123,7 +123,7 @@ class Auditor:
         )
 
     def give_up(self) -> bool:
-        """Let go of the blocks; True when there were any to let go of. Those being compared stay until the answer."""
+        """Release the blocks of the audit; True when there were any. Those being compared stay until the answer."""
         audit = self._audit
         if audit is None or audit.compare_id:
             return False
