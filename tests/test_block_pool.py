@@ -181,7 +181,7 @@ def test_the_books_balance_after_every_step_of_random_walks_on_eight_blocks() ->
                     held.append([block])
             elif move < 0.95 and held:
                 pool.withdraw(dice.choice(dice.choice(held)))
-            names = {block: name for name, block in pool._index.items()}
+            names = {block: name for name, block in pool.contents().items()}
             pool.check()
         for blocks in held:
             pool.unpin(blocks)

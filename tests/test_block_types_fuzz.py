@@ -354,7 +354,7 @@ def play(instance: Instance, wanted: dict[str, tuple[list[int], int]], dice: ran
         if dice.random() < 0.04 and instance.said:
             instance.abort(dice.choice(list(instance.said)))
         if dice.random() < 0.15 and instance.core.scheduler.running:
-            instance.core.scheduler._preempt(dice.choice(instance.core.scheduler.running))
+            instance.core.scheduler.preempt(dice.choice(instance.core.scheduler.running))
         if emptied and dice.random() < 0.1:
             instance.clear(*dice.choice([["device"], ["host"], ["device", "host"]]))
         instance.turn()

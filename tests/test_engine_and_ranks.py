@@ -144,13 +144,13 @@ def test_a_rank_that_shows_no_sign_of_life_is_found_when_nothing_is_asked_of_it(
     end = time.monotonic() + 20 * LIMIT_S
     with pytest.raises(EngineDeadError, match=r"^worker 0 stopped or hangs: no sign of life for 2\.5 s"):
         while time.monotonic() < end:
-            bench.core._receive(0.05)
+            bench.core.receive(0.05)
 
 
 def test_ranks_that_live_are_left_alone_however_long_nothing_happens(bench: Bench) -> None:
     end = time.monotonic() + 3 * LIMIT_S
     while time.monotonic() < end:
-        bench.core._receive(0.05)
+        bench.core.receive(0.05)
 
 
 def test_a_copy_that_does_not_end_is_blamed_on_the_rank_that_does_not_answer(bench: Bench) -> None:
@@ -164,20 +164,20 @@ def test_a_copy_that_does_not_end_is_blamed_on_the_rank_that_does_not_answer(ben
     end = time.monotonic() + 20 * LIMIT_S
     with pytest.raises(EngineDeadError, match=r"^worker 1: a write-back's copy took longer than 2\.5 s"):
         while time.monotonic() < end:
-            bench.core._receive(0.05)
+            bench.core.receive(0.05)
 
 
 def test_an_engine_that_was_stopped_itself_blames_nobody(bench: Bench) -> None:
     """Both ranks have answered long ago; then one has not, and gets the whole limit once more."""
     bench.output(0)
     bench.output(1)
-    real, steps = bench.core._receive, iter([AWAY_S + LIMIT_S])
+    real, steps = bench.core.receive, iter([AWAY_S + LIMIT_S])
 
     def away(timeout_s: float) -> None:
         time.sleep(next(steps, 0.0))
         real(timeout_s)
 
-    bench.core._receive = away  # type: ignore[method-assign]
+    bench.core.receive = away  # type: ignore[method-assign]
     assert bench.step().token_ids.tolist() == [9]
     late = threading.Timer(AWAY_S + 1.5 * LIMIT_S, bench.output, [0])
     late.start()

@@ -224,7 +224,7 @@ def test_a_gap_longer_than_what_is_kept_costs_a_snapshot(engine: Engine, monkeyp
 
             def lose_and_forget() -> None:
                 engine.publisher._publish = Losing(engine.publisher._publish, 4)  # type: ignore[assignment]
-                engine.publisher._kept = kv_publisher.deque(maxlen=2)
+                engine.publisher.kept = kv_publisher.deque(maxlen=2)
 
             engine.change(lose_and_forget)
             for number in range(1, 7):
@@ -324,7 +324,7 @@ def test_whatever_is_lost_on_the_way_the_index_is_exact_in_the_end(engine: Engin
                         )
                     )
                 else:
-                    engine.change(lambda: engine.publisher._kept.clear())
+                    engine.change(lambda: engine.publisher.kept.clear())
                 await asyncio.sleep(dice.random() * 0.01)
             there = engine.pools.device.hashes()
             known = listener.index._instances

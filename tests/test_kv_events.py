@@ -345,7 +345,7 @@ def test_what_comes_and_goes_between_two_parts_of_a_snapshot_is_in_it_or_in_late
         mirror.apply(part.events)
     assert prompt.hash_of(0) in mirror.blocks["device", KV] and prompt.hash_of(4) not in mirror.blocks["device", KV]
     removed: list[bytes] = []
-    for number, payload in talk.publisher._kept:
+    for number, payload in talk.publisher.kept:
         if number >= first:
             for event in unpack_batch(payload).events:
                 removed += event.hashes if isinstance(event, Removed) else []
@@ -377,7 +377,7 @@ def test_a_load_is_told_at_every_interval_also_when_nothing_happens(monkeypatch:
         for step in range(49):
             now = step / 8
             publisher.tick(InstanceLoad(num_open=7) if publisher.heartbeat_due else None)
-        assert [unpack_batch(payload).load for _, payload in publisher._kept] == [InstanceLoad(num_open=7)] * 7
+        assert [unpack_batch(payload).load for _, payload in publisher.kept] == [InstanceLoad(num_open=7)] * 7
     finally:
         publisher.close()
         context.destroy(linger=0)

@@ -130,11 +130,11 @@ async def text_of(answer: Answer) -> bytes:
 def test_an_instance_that_drains_may_finish_what_it_has_also_when_there_is_no_other(stream: bool) -> None:
     async def story() -> None:
         async with StandIn().serving() as one, service(deregister_after_s=0.2) as cluster:
-            cluster._registered(found(one.info()))
+            cluster.registered(found(one.info()))
             asked = ask(cluster, stream=stream)
             await until(lambda: one.asked)
             one.draining = True
-            cluster._registered({})
+            cluster.registered({})
             await until(lambda: not cluster.candidates(""))
             await asyncio.sleep(2.5 if stream else 0.5)  # long enough to be forgotten
             one.go.set()
@@ -147,12 +147,12 @@ def test_an_instance_that_drains_may_finish_what_it_has_also_when_there_is_no_ot
 def test_an_instance_that_is_attached_to_another_store_goes_on_with_its_requests(stream: bool) -> None:
     async def story() -> None:
         async with StandIn().serving() as one, service() as cluster:
-            cluster._registered(found(one.info(store="a:1")))
+            cluster.registered(found(one.info(store="a:1")))
             asked = ask(cluster, stream=stream)
             await until(lambda: one.asked)
             if stream:
                 await asked
-            cluster._registered(found(one.info(store="b:1", register_ts_ms=2)))
+            cluster.registered(found(one.info(store="b:1", register_ts_ms=2)))
             await asyncio.sleep(0.1)
             one.go.set()
             assert b"instance_lost" not in await text_of(await asked)
@@ -166,7 +166,7 @@ def test_a_stream_of_an_instance_that_hangs_ends_also_while_it_is_registered() -
     async def story() -> None:
         limits = {"heart_beat_timeout_s": 0.2, "probe_timeout_s": 0.5, "deregister_after_s": 0.2}
         async with StandIn().serving() as one, service(**limits) as cluster:
-            cluster._registered(found(one.info()))
+            cluster.registered(found(one.info()))
             answer = await ask(cluster, stream=True)
             one.hangs = True
             try:
@@ -181,7 +181,7 @@ def test_an_event_that_breaks_off_does_not_spoil_the_error_behind_it() -> None:
     async def story() -> None:
         async with StandIn().serving() as one, service() as cluster:
             one.breaks_off = True
-            cluster._registered(found(one.info()))
+            cluster.registered(found(one.info()))
             text = (await text_of(await ask(cluster, stream=True))).decode()
             events = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
             assert events.pop() == "[DONE]"
@@ -219,7 +219,7 @@ def test_a_probe_that_fails_in_an_unheard_of_way_is_not_the_last_one() -> None:
             info = InstanceInfo(
                 name=name, rpc_address=name, incarnation_id="one", register_ts_ms=1, type=0, types=[["KV", 0]]
             )
-            cluster._registered(found(info))
+            cluster.registered(found(info))
             await until(lambda: not cluster.candidates(""))
 
     asyncio.run(story())
@@ -228,7 +228,7 @@ def test_a_probe_that_fails_in_an_unheard_of_way_is_not_the_last_one() -> None:
 def test_prefill_instances_without_a_decode_instance_can_be_sent_nothing_and_health_says_so() -> None:
     async def story() -> None:
         async with StandIn().serving() as one, service() as cluster:
-            cluster._registered(found(one.info(type=1)))
+            cluster.registered(found(one.info(type=1)))
             transport = httpx.ASGITransport(create_app(cluster, None))
             async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
                 assert (await client.post("/v1/completions", json={"prompt": [5]})).status_code == 503
@@ -242,7 +242,7 @@ def test_a_model_whose_instances_do_not_answer_for_a_moment_is_no_unknown_model(
 
     async def story() -> None:
         async with StandIn().serving() as one, StandIn().serving() as other, service() as cluster:
-            cluster._registered(found(one.info(), other.info(model="n")))
+            cluster.registered(found(one.info(), other.info(model="n")))
             known = cluster.instances
             known._to(known.by_name[one.name], State.SUSPECT, 0.0, "a test says so")
             answer = await post(cluster, {"model": "m", "prompt": [5]})
@@ -271,7 +271,7 @@ def test_an_entry_without_block_types_does_not_stop_the_others_from_being_asked(
         async with StandIn().serving() as one, service() as cluster:
             one.go.set()
             stranger = one.info(name="127.0.0.1:9", rpc_address="127.0.0.1:9", types=[])
-            cluster._registered(found(stranger, one.info()))
+            cluster.registered(found(stranger, one.info()))
             assert (await ask(cluster)).status == 200
 
     asyncio.run(story())
@@ -292,7 +292,7 @@ def test_what_no_instance_would_take_is_the_callers_fault(body: Any) -> None:
     async def story() -> None:
         async with StandIn().serving() as one, service() as cluster:
             one.go.set()
-            cluster._registered(found(one.info()))
+            cluster.registered(found(one.info()))
             answer = await post(cluster, body)
             assert answer.status_code == 400, answer.text
 
@@ -334,7 +334,7 @@ def test_a_request_is_open_from_its_first_byte_on_also_while_it_is_tokenised() -
     async def story() -> None:
         async with StandIn().serving() as one, service(max_open_requests=1) as cluster:
             one.go.set()
-            cluster._registered(found(one.info()))
+            cluster.registered(found(one.info()))
             tokenizer = SlowTokenizer()
             app = create_app(cluster, tokenizer)  # type: ignore[arg-type]
             transport = httpx.ASGITransport(app)
@@ -359,7 +359,7 @@ def test_texts_that_nobody_tokenises_here_are_spread_by_load() -> None:
 
     async def story() -> None:
         async with StandIn().serving() as one, StandIn().serving() as other, service() as cluster:
-            cluster._registered(found(one.info(), other.info()))
+            cluster.registered(found(one.info(), other.info()))
             texts = [f"{number} is not like any of the others. " * 200 for number in range(8)]
             asked = [asyncio.create_task(post(cluster, {"prompt": text})) for text in texts]
             await until(lambda: one.asked + other.asked == 8)
@@ -603,7 +603,7 @@ def test_a_key_that_no_header_can_carry_is_refused_and_not_told(key: str) -> Non
 def test_an_answer_that_does_not_come_is_an_error_of_its_own_and_tried_once() -> None:
     async def story() -> None:
         async with StandIn().serving() as one, StandIn().serving() as other, service(answer_timeout_s=1.0) as cluster:
-            cluster._registered(found(one.info(), other.info()))
+            cluster.registered(found(one.info(), other.info()))
             with pytest.raises(Refusal, match="nothing of an answer") as caught:
                 await ask(cluster)
             assert caught.value.status == 504 and one.asked + other.asked == 1

@@ -178,7 +178,7 @@ def ended_after(low: float, high: float) -> Callable[[World], None]:
 def victims_of(world: World) -> list[tuple[str, bool, bool, bool]]:
     """Fills with (request, some rank loads, some rank computes, a copy reads the device) for each preemption."""
     seen: list[tuple[str, bool, bool, bool]] = []
-    preempt = world.scheduler._preempt
+    preempt = world.scheduler.preempt
 
     def watched(sequence: Sequence) -> None:
         ranks = world.ranks.ranks
@@ -192,7 +192,7 @@ def victims_of(world: World) -> list[tuple[str, bool, bool, bool]]:
         )
         preempt(sequence)
 
-    world.scheduler._preempt = watched  # type: ignore[method-assign]
+    world.scheduler.preempt = watched  # type: ignore[method-assign]
     return seen
 
 
@@ -208,8 +208,8 @@ def another_is_preempted(state: State) -> None:
         world.ranks.arm(state.slow, BOTH, 2.0)
     seen = victims_of(world)
     there: list[bool] = []
-    preempt = world.scheduler._preempt
-    world.scheduler._preempt = lambda one: (there.append(state.holds(world)), preempt(one))[1]  # type: ignore
+    preempt = world.scheduler.preempt
+    world.scheduler.preempt = lambda one: (there.append(state.holds(world)), preempt(one))[1]  # type: ignore
     world.add("s", state.prompt, 3)
     world.run()
     assert there[0] and seen[0][0] == "young"

@@ -50,7 +50,7 @@ def keep(pool: BlockPool, *numbers: int) -> None:
     wanted = {hashes()[number] for number in numbers}
     assert wanted <= pool.hashes()
     for name in pool.hashes() - wanted:
-        pool.withdraw(pool._index[name])
+        pool.withdraw(pool.find(name))
 
 
 def numbers_in(pool: BlockPool, prompt: Sequence[int] = PROMPT) -> list[int]:
@@ -297,8 +297,8 @@ def test_the_checkpoint_unused_for_longest_is_evicted_and_a_match_is_a_use() -> 
     """T19. Of one conversation's three states the oldest is of least use, unless somebody has just begun from it: they
     are no chain, of which only the last could go."""
     untouched, matched = checkpoints(3, 3), checkpoints(3, 3)
-    matched.pin(matched._index[b"0"])
-    matched.unpin([matched._index[b"0"]])
+    matched.pin(matched.find(b"0"))
+    matched.unpin([matched.find(b"0")])
     for pool, gone in ((untouched, b"0"), (matched, b"1")):
         pool.allocate(1)
         assert pool.hashes() == {b"0", b"1", b"2"} - {gone}
@@ -308,7 +308,7 @@ def test_a_checkpoint_that_is_held_is_neither_evicted_nor_made_twice() -> None:
     """T21, T22, T29. Eviction takes the other one; with both held nothing is to be had, and both stay; the same content
     once more stays private. When a hold ends, that one can be reclaimed."""
     pool = checkpoints(2, 3)
-    first, second = pool._index[b"0"], pool._index[b"1"]
+    first, second = pool.find(b"0"), pool.find(b"1")
     pool.pin(first)
     (spare,) = pool.allocate(1) or []
     assert not pool.publish(spare, b"0", b"none") and pool.find(b"0") == first

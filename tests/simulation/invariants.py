@@ -46,7 +46,7 @@ def sequences_of(world: World) -> list[Sequence]:
 
 
 def device_holders(world: World, kind: BlockType) -> Iterator[int]:
-    write_back, audit = world.manager.write_back, world.scheduler.auditor._audit
+    write_back, audit = world.manager.write_back, world.scheduler.auditor.audit
     audited = [audit.again] if audit is not None else []
     for sequence in (*sequences_of(world), *audited):
         yield from (block for block in sequence.held[kind].blocks if block != HOLE)
@@ -89,15 +89,15 @@ def check_holders(world: World) -> None:
     for tier, kind, pool in pools_of(world):
         holders = device_holders(world, kind) if tier == "device" else host_holders(world, kind)
         counted = Counter(holders)
-        if any(count != counted[block] for block, count in enumerate(pool._references)):
+        if any(count != counted[block] for block, count in enumerate(map(pool.references, range(pool.num_blocks)))):
             wrong = {
                 block: f"{count} references, {counted[block]} holders"
-                for block, count in enumerate(pool._references)
+                for block, count in enumerate(map(pool.references, range(pool.num_blocks)))
                 if count != counted[block]
             }
             raise AssertionError(f"{tier} {kind.value}: {wrong}")
         if kind is not BlockType.KV:
-            held = sum(count > 0 for count in pool._references)
+            held = sum(count > 0 for count in map(pool.references, range(pool.num_blocks)))
             assert pool.num_pinned == held, f"{tier} {kind.value}: a block is pinned that nobody holds"
 
 
@@ -118,14 +118,14 @@ def check_contents(world: World) -> None:
 
 def check_device(world: World, rank: int, domain: Domain, loading: set[tuple[BlockType, int]]) -> None:
     kind = domain.part.type
-    for name, block in world.manager.pools[kind].device._index.items():
+    for name, block in world.manager.pools[kind].device.contents().items():
         expected = world.contents.of(name, rank, domain.part)
         if (kind, block) not in loading and not is_right(domain.device[block], expected):
             raise AssertionError(f"rank {rank} has something else in {domain.part} device block {block}")
 
 
 def check_host(world: World, rank: int, domain: Domain) -> None:
-    for name, block in world.manager.pools[domain.part.type].host._index.items():
+    for name, block in world.manager.pools[domain.part.type].host.contents().items():
         held = domain.host[block]
         expected = world.contents.of(name, rank, domain.part)
         good = held is not None and held.name == name and is_right(held.values, expected)
@@ -145,7 +145,7 @@ def check_io(world: World) -> None:
             pools = world.manager.pools[domain.part.type]
             for pool, claims in ((pools.device, domain.device_claims), (pools.host, domain.host_claims)):
                 for block in claims.busy():
-                    assert pool._references[block] > 0, f"something is at {claims.tier} {block}, which nobody holds"
+                    assert pool.references(block) > 0, f"something is at {claims.tier} {block}, which nobody holds"
 
 
 # ------------------------------------------------------------------------------------------- sequences: I3, I7
@@ -175,7 +175,7 @@ def check_sequences(world: World) -> None:
             done = {states.block(number) for number in states.numbers(sequence.num_published)}
             left = done - {HOLE} - set(sequence.states.values())
             assert not left, f"checkpoints {left} are held, and the last step wrote others"
-    audit = scheduler.auditor._audit
+    audit = scheduler.auditor.audit
     for sequence in (*scheduler.canonical, *([audit.again] if audit is not None else ())):
         check_window(world, sequence, world.settings.swa_need(world.settings.tile))
     for sequence in world.preempted:
@@ -195,10 +195,10 @@ def check_prefixes(world: World) -> None:
     """Eviction leaves prefixes of KV blocks: one is not evicted while one behind it stays."""
     pools = world.manager.pools.get(BlockType.KV)
     for tier, pool in pools.tiers.items() if pools is not None else ():
-        before, now = world.found[tier], set(pool._index)
+        before, now = world.found[tier], pool.hashes()
         evicted = before - now - world.withdrawn
         for name in (before & now) - world.published if evicted else ():
-            parent = pool._parent[pool._index[name]]
+            parent = pool._parent[pool.contents()[name]]
             assert parent not in evicted, f"{tier}: a block was evicted before one that stands behind it"
         world.found[tier] = now
     world.withdrawn.clear()
@@ -217,7 +217,7 @@ def what_is_left(world: World) -> dict[str, Any]:
         "messages": len(world.api.inbox),
         "requests": list(scheduler.sequences),
         "canonical": len(scheduler.canonical),
-        "audit": scheduler.auditor._audit is not None,
+        "audit": scheduler.auditor.audit is not None,
         "transfers": manager.busy,
         "left alone": bool(manager.reads.targets.quarantine or (manager.reads.targets.num_left_alone and not lost)),
         "ranks": world.ranks.busy,

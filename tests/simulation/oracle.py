@@ -52,9 +52,9 @@ class HitOracle:
         pools, size = self._manager.pools[kind], self._manager.settings.block_size
         for token in range(max(0, first), boundary):
             name = sequence.hash_of(token // size)
-            there = name in pools.device._index
+            there = pools.device.find(name) is not None
             if host:
-                there = there or name in pools.host._index or token // size in sequence.held[kind].mounted
+                there = there or pools.host.find(name) is not None or token // size in sequence.held[kind].mounted
             if not there:
                 return False
         return True

@@ -275,7 +275,7 @@ class World:
         pool.withdraw, pool.publish = watched_withdraw, watched_publish  # type: ignore[method-assign]
 
     def _watch_preemptions(self) -> None:
-        preempt = self.scheduler._preempt
+        preempt = self.scheduler.preempt
 
         def watched(sequence: Sequence) -> None:
             assert sequence.order == max(other.order for other in self.scheduler.running), "not the last in order"
@@ -283,7 +283,7 @@ class World:
             self.preempted.append(sequence)
             preempt(sequence)
 
-        self.scheduler._preempt = watched  # type: ignore[method-assign]
+        self.scheduler.preempt = watched  # type: ignore[method-assign]
 
     def _watch_canonical(self) -> None:
         """Decoded blocks are to be computed once more by the draft too: what it left there must not be relied on."""
@@ -303,7 +303,7 @@ class World:
             if sequence.device_blocks == (row.table or row.window):
                 end = sequence.canonical_end or sequence.prompt_length
                 return Origin(sequence.request.cache_salt, sequence.tokens, end)
-        audit = self.scheduler.auditor._audit
+        audit = self.scheduler.auditor.audit
         if audit is not None and audit.again.device_blocks == row.table:
             return Origin(self.salt_of(audit.request_id), audit.again.tokens, audit.again.prompt_length)
         raise AssertionError(f"no sequence has the blocks {row.table or row.window}")
@@ -469,7 +469,7 @@ class World:
         """Change a READY host block, payload and trailer, as a write does that comes long after its time."""
         part = self.contents.parts[number % len(self.contents.parts)]
         pool, keeper = self.manager.pools[part.type].host, self.ranks.keeper(rank, part)
-        blocks = [block for block in sorted(pool._index.values()) if block not in keeper.host_claims.busy()]
+        blocks = [block for block in sorted(pool.contents().values()) if block not in keeper.host_claims.busy()]
         if blocks:
             block = blocks[number % len(blocks)]
             keeper.host[block] = Object(keeper.garbage, b"another")

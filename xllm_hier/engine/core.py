@@ -102,7 +102,7 @@ class EngineCore:
 
     def turn(self) -> None:
         """Once round the loop: take messages, schedule a step, await it, send the outputs."""
-        self._receive(self._patience())
+        self.receive(self._patience())
         self.scheduler.poll_prefetches()
         self.role.poll(settled=self.links is None or (not self._was_away() and self.workers.all_answer(AWAY_S)))
         step = self.scheduler.schedule()
@@ -166,7 +166,7 @@ class EngineCore:
         deadline = Deadline(limit_s)
         num_workers = self.workers.num_workers
         while len(self._forward_outputs) < num_workers:
-            self._receive(POLL_S)
+            self.receive(POLL_S)
             failed = {rank: out.error for rank, out in self._forward_outputs.items() if out.error is not None}
             if failed and deadline.remaining() > ONE_FAILED_S:
                 deadline = Deadline(ONE_FAILED_S)
@@ -190,7 +190,7 @@ class EngineCore:
 
     # -------------------------------------------------------------------------------------------- messages
 
-    def _receive(self, timeout_s: float) -> None:
+    def receive(self, timeout_s: float) -> None:
         """Handle every message that is there; wait up to `timeout_s` for the first."""
         answers = self.workers.receive(timeout_s, also=self._also)
         self._looked_at, before = time.monotonic(), self._looked_at

@@ -49,7 +49,7 @@ class KvPublisher:
         self._interval_s = config.heart_beat_interval
         self._next_heartbeat = 0.0
         self._number = 0
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=KEPT_BATCHES)
+        self.kept: deque[tuple[int, bytes]] = deque(maxlen=KEPT_BATCHES)
         self._snapshots: deque[tuple[bytes, bytes, Iterator[list[Any]]]] = deque()
         self._sockets: list[zmq.Socket[Any]] = []
         try:
@@ -111,7 +111,7 @@ class KvPublisher:
             self._next_heartbeat = now() + self._interval_s
         payload = self._pack(events, load)
         self._publish.send_multipart([TOPIC.encode(), self._number.to_bytes(8, "big"), payload])
-        self._kept.append((self._number, payload))
+        self.kept.append((self._number, payload))
         self._number += 1
 
     def _pack(self, events: list[Any], load: InstanceLoad | None = None) -> bytes:
@@ -126,7 +126,7 @@ class KvPublisher:
                 self._snapshots.append((sender, self._number.to_bytes(8, "big"), parts))
             return
         first = int.from_bytes(question, "big")
-        for number, payload in self._kept:
+        for number, payload in self.kept:
             if number >= first:
                 self.socket.send_multipart([sender, b"", number.to_bytes(8, "big"), payload])
         self.socket.send_multipart([sender, b"", END, b""])

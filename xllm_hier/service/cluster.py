@@ -114,11 +114,11 @@ class Cluster:
     def _on_round(self, membership: Membership) -> None:
         """In the registry's thread, after each of its rounds."""
         if not membership.why:
-            self._loop.call_soon_threadsafe(self._registered, dict(membership.found or {}))
+            self._loop.call_soon_threadsafe(self.registered, dict(membership.found or {}))
         else:
             self._loop.call_soon_threadsafe(self._first_round.set)
 
-    def _registered(self, found: dict[str, bytes]) -> None:
+    def registered(self, found: dict[str, bytes]) -> None:
         size = self.config.block_size
         instances = instances_of(found)
         wanted = {name: info for name, info in instances.items() if not size or info.block_size == size}

@@ -168,6 +168,7 @@ class BlockPool:
             heapq.heapify(self._leaves)
 
     def references(self, block: int) -> int:
+        """Holders of a block."""
         return self._references[block]
 
     # ---------------------------------------------------------------------------------------------- index
@@ -175,6 +176,10 @@ class BlockPool:
     def hashes(self) -> set[bytes]:
         """Of all blocks that can be found."""
         return set(self._index)
+
+    def contents(self) -> dict[bytes, int]:
+        """A copy of the index: the block of each hash that can be found."""
+        return dict(self._index)
 
     def in_order(self) -> list[bytes]:
         """As `hashes`, those first that have been there longest: mostly each right behind its parent."""

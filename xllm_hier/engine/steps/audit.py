@@ -38,7 +38,7 @@ TILE = 256  # tokens per step: how long a request that comes meanwhile may have 
 
 
 @dataclass(eq=False)
-class _Audit:
+class Audit:
     """One prefix under audit: the audit holds the `restored` blocks, `again` the fresh ones; `worst` are the ranks'
     worst verdicts."""
 
@@ -66,7 +66,7 @@ class Auditor:
         self._manager = manager
         self._rate = rate
         self._seen = 0
-        self._audit: _Audit | None = None
+        self.audit: Audit | None = None
         self.exact = exact
         self._experts = experts
         self.alarm = False
@@ -82,7 +82,7 @@ class Auditor:
         if BlockType.KV not in sequence.held:
             return
         self._seen += 1
-        if self._seen % self._rate or self._audit is not None:
+        if self._seen % self._rate or self.audit is not None:
             return
         blocks = sequence.held[BlockType.KV].blocks[: sequence.num_restored]
         manager.hold(blocks)
@@ -90,21 +90,21 @@ class Auditor:
         request = AddRequest(sequence.request.request_id, ints(tokens), SamplingSpec(), 0)
         again = manager.new_sequence(request, private=True)
         again.usage = PromptUsage(0, 0, 0, 0)  # no client asked for it
-        self._audit = _Audit(request.request_id, blocks, again, RankAnswers(manager.num_workers))
+        self.audit = Audit(request.request_id, blocks, again, RankAnswers(manager.num_workers))
 
     @property
     def has_work(self) -> bool:
         """A tile is to be computed when there is time."""
-        return self._audit is not None and not self._audit.compare_id
+        return self.audit is not None and not self.audit.compare_id
 
     @property
     def comparing(self) -> bool:
         """The ranks have been asked and not all have answered."""
-        return self._audit is not None and bool(self._audit.compare_id)
+        return self.audit is not None and bool(self.audit.compare_id)
 
     def next_tile(self) -> SequenceRows | None:
         """The next rows of the audit, for a step that has nothing else to do; None without any."""
-        audit = self._audit
+        audit = self.audit
         if audit is None or audit.compare_id:
             return None
         again = audit.again
@@ -124,7 +124,7 @@ class Auditor:
 
     def give_up(self) -> bool:
         """Release the blocks of the audit; True when there were any. Those being compared stay until the answer."""
-        audit = self._audit
+        audit = self.audit
         if audit is None or audit.compare_id:
             return False
         self.results["given_up"] += 1
@@ -135,7 +135,7 @@ class Auditor:
 
     def computed(self) -> None:
         """The step with the last tile has ended; with the end of the prefix the comparison begins."""
-        audit = self._audit
+        audit = self.audit
         assert audit is not None
         again = audit.again
         again.num_computed = min(again.num_computed + TILE, again.prompt_length)
@@ -147,7 +147,7 @@ class Auditor:
 
     def on_compared(self, answer: BlocksCompared) -> None:
         """One rank's verdict; with the last one the audit ends."""
-        audit = self._audit
+        audit = self.audit
         if audit is None or audit.compare_id != answer.compare_id or not answer.verdicts:
             log.warning("ignored a comparison of rank %d", answer.rank)
             return
@@ -161,7 +161,7 @@ class Auditor:
         if (self.exact and worst != EQUAL) or (worst == DIFFERENT and not self._experts):
             self._sound_alarm(audit)
 
-    def _sound_alarm(self, audit: _Audit) -> None:
+    def _sound_alarm(self, audit: Audit) -> None:
         self.alarm = True
         log.error(
             "AUDIT: the blocks restored for %s are not those that computing gives (by rank: %s; 1 = beyond the last "
@@ -177,7 +177,7 @@ class Auditor:
         self.alarm = False
         self._manager.trust()
 
-    def _release(self, audit: _Audit) -> None:
+    def _release(self, audit: Audit) -> None:
         self._manager.release(audit.restored)
         self._manager.deallocate(audit.again)
-        self._audit = None
+        self.audit = None

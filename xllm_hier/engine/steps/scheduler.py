@@ -158,10 +158,11 @@ class Scheduler(Queues):
         placed = {member for member, _ in step.rows}
         victims = [other for other in self.running if other not in placed]
         victim = max(victims, key=lambda other: other.order)
-        self._preempt(victim)
+        self.preempt(victim)
         return victim is not sequence
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a running sequence's blocks; it goes on later from the blocks that are kept of it."""
         log.info("preempted %s after %d tokens", sequence.request.request_id, sequence.num_computed)
         self.running.remove(sequence)
         self.manager.deallocate(sequence, resume=True)
