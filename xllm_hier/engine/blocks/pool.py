@@ -9,7 +9,7 @@ always holds a set of prefixes.
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from enum import IntEnum
 
@@ -256,43 +256,39 @@ class BlockPool:
 
     def _check_states(self) -> list[str]:
         problems: list[str] = []
-        free = list(self._free)
-        if len(set(free)) != len(free):
+        free, ready = BlockState.FREE, BlockState.READY
+        listed = set(self._free)
+        if len(listed) != len(self._free):
             problems.append("an id is free twice")
-        for block in range(self.num_blocks):
-            state, references = self._state[block], self._references[block]
-            if (
-                references < 0
-                or (state is BlockState.FREE and references)
-                or (state is BlockState.FILLING and not references)
-            ):
+        num_free = 0
+        for block, (state, references) in enumerate(zip(self._state, self._references, strict=True)):
+            if state is ready:
+                wrong = references < 0
+                if self._index.get(self._hash[block]) != block:
+                    problems.append(f"READY block {block} is not in the index")
+            else:
+                num_free += state is free
+                wrong = references != 0 if state is free else references <= 0
+            if wrong or (state is free) != (block in listed):
                 problems.append(f"block {block} is {state.name} with {references} references")
-            if state is BlockState.READY and self._index.get(self._hash[block]) != block:
-                problems.append(f"READY block {block} is not in the index")
-        num_free = sum(state is BlockState.FREE for state in self._state)
-        if num_free != len(free) or any(self._state[block] is not BlockState.FREE for block in free):
-            problems.append(f"{num_free} blocks are FREE, {len(free)} are in the free list")
+        if num_free != len(self._free):
+            problems.append(f"{num_free} blocks are FREE, {len(self._free)} are in the free list")
         if self.num_free + self.num_pinned + self.num_evictable != self.num_blocks:
             problems.append("free + pinned + evictable != total")
         return problems
 
     def _check_tree(self) -> list[str]:
         problems: list[str] = []
-        ready = [block for block in range(self.num_blocks) if self._state[block] is BlockState.READY]
-        evictable = [block for block in ready if not self._is_pinned(block)]
-        if len(ready) != len(self._index) or len(evictable) != self._num_evictable:
+        ready = [block for block, state in enumerate(self._state) if state is BlockState.READY]
+        pinned = [block for block in ready if self._is_pinned(block)]
+        if len(ready) != len(self._index) or len(ready) - len(pinned) != self._num_evictable:
             problems.append("the index or the evictable count does not match the states")
-        children: dict[bytes, int] = {}
-        for block in ready:
-            children[self._parent[block]] = children.get(self._parent[block], 0) + 1
-        if children != self._num_children:
+        parents = self._parent
+        if Counter([parents[block] for block in ready]) != self._num_children:
             problems.append("child counts do not match the index")
-        pinned_children: dict[bytes, int] = {}
-        for block in ready:
-            if self._is_pinned(block):
-                pinned_children[self._parent[block]] = pinned_children.get(self._parent[block], 0) + 1
-        if pinned_children != self._num_pinned_children:
+        if Counter([parents[block] for block in pinned]) != self._num_pinned_children:
             problems.append("counts of pinned children do not match the index")
+        evictable = set(ready) - set(pinned)
         heap = set(self._leaves)
         for block in evictable:
             if self._is_leaf(block) and (self._last_used[block], block) not in heap:
