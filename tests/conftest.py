@@ -55,12 +55,20 @@ def _group(item: pytest.Item) -> str:
 
 
 @functools.cache
-def _names_in(path: Path) -> dict[str, set[str]]:
-    """The names that each function, class and assignment of a file of tests uses, and those it imports from others."""
+def _names_in(path: Path) -> tuple[dict[str, set[str]], list[ast.ImportFrom]]:
+    """The names that each function, class and assignment of a file of tests uses, and those it imports from others;
+    and its imports, those in functions too. One walk: all workers do this for all files."""
     found: dict[str, set[str]] = {}
+    imports = []
     for node in ast.parse(path.read_text()).body:
-        used = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
-        used |= {name.arg for name in ast.walk(node) if isinstance(name, ast.arg)}  # fixtures
+        used = set()
+        for part in ast.walk(node):
+            if isinstance(part, ast.Name):
+                used.add(part.id)
+            elif isinstance(part, ast.arg):  # fixtures
+                used.add(part.arg)
+            elif isinstance(part, ast.ImportFrom):
+                imports.append(part)
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found[node.name] = used
         elif isinstance(node, ast.Import | ast.ImportFrom):
@@ -70,19 +78,18 @@ def _names_in(path: Path) -> dict[str, set[str]]:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             for target in targets:
                 found |= {name.id: used for name in ast.walk(target) if isinstance(name, ast.Name)}
-    return found
+    return found, imports
 
 
 @functools.cache
 def _starters_in(path: Path) -> set[str]:
     """Names of a file behind which a process is started, also by way of what it imports from other files of tests."""
-    uses = _names_in(path)
+    uses, imports = _names_in(path)
     starters = set(_STARTERS)
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and not node.level:
-            other = TESTS / f"{(node.module or '').replace('.', '/')}.py"
-            if other.exists() and other != path:
-                starters |= {alias.asname or alias.name for alias in node.names} & _starters_in(other)
+    for node in imports:
+        other = TESTS / f"{(node.module or '').replace('.', '/')}.py"
+        if not node.level and other.exists() and other != path:
+            starters |= {alias.asname or alias.name for alias in node.names} & _starters_in(other)
     while more := {name for name, used in uses.items() if used & starters} - starters:
         starters |= more
     return starters
