@@ -164,29 +164,29 @@ def test_partial_hits_at_every_block_boundary_and_full_hits(
 
 
 @starts_instances
-def test_an_instance_finds_what_an_earlier_one_stored(model: Model, plain: Server, store: object) -> None:
-    prompt = prompt_of(3, 90)
-    expected = plain.ask(prompt).bits
-    name = f"--model_id=restart-{model.folder.name}"
-    for direct, cached in ((False, 0), (False, 80), (True, 80)):
-        with model.serve(*COMMON, *store_flags(store, direct=direct), name) as server:  # type: ignore[arg-type]
-            got = server.ask(prompt)
-            server.wait_quiet()
-        assert got.bits == expected and got.cached == (0, 0, cached)
-
-
-@starts_instances
-@pytest.mark.parametrize("flags", [["--max_tokens_per_chunk_for_prefill=40"], ["--max_tokens_per_batch=33"]])
-def test_chunked_runs_write_the_same_blocks_and_read_them(
-    model: Model, plain: Server, tiered: Server, store: object, flags: list[str]
+def test_chunked_runs_store_the_same_blocks_and_outlive_the_instance(
+    model: Model, plain: Server, tiered: Server, store: object
 ) -> None:
-    prompt = prompt_of(4, 300)
-    expected = plain.ask(prompt).bits
-    with model.serve(*COMMON, *flags, *store_flags(store)) as chunked:  # type: ignore[arg-type]
-        assert chunked.ask(prompt).bits == expected
-        chunked.wait_quiet()
-        got = tiered.ask(prompt)
-        assert got.bits == expected and got.cached == (0, 0, 288)
+    """Each limit of a chunk writes what a whole run reads; an instance that has ended leaves what later ones read."""
+    short, *long = prompt_of(3, 90), prompt_of(4, 300), prompt_of(11, 300)
+    expected = [plain.ask(prompt).bits for prompt in (short, *long)]
+    with model.serve(*COMMON, "--max_tokens_per_chunk_for_prefill=40", *store_flags(store)) as earlier:  # type: ignore[arg-type]
+        for prompt, bits in zip((short, long[0]), expected, strict=False):
+            got = earlier.ask(prompt)
+            assert got.bits == bits and got.cached == (0, 0, 0)
+        earlier.wait_quiet()
+    got = tiered.ask(long[0])
+    assert got.bits == expected[1] and got.cached == (0, 0, 288)
+    with model.serve(*COMMON, "--max_tokens_per_batch=33", *store_flags(store, direct=True)) as later:  # type: ignore[arg-type]
+        got = later.ask(short)
+        assert got.bits == expected[0] and got.cached == (0, 0, 80)
+        got = later.ask(long[1])
+        assert got.bits == expected[2] and got.cached == (0, 0, 0)
+        later.wait_quiet()
+        got = tiered.ask(long[1])
+        assert got.bits == expected[2] and got.cached == (0, 0, 288)
+    got = tiered.ask(short)
+    assert got.bits == expected[0] and got.cached == (0, 0, 80)
 
 
 def test_after_one_cold_chunked_run_of_2000_tokens_every_full_block_is_in_the_store(
