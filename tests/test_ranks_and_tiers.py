@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from mooncake.store import MooncakeDistributedStore
 from serving import Server, running_store, store_flags, wait_for
 from tiny_models import make, random_prompt
 
@@ -163,11 +164,23 @@ def mapping(device: Sequence[int], host: Sequence[int]) -> BlockMapping:
     return BlockMapping("KV", ints(device), ints(host), b"".join(bytes([50 + i]) * 16 for i in range(len(host))))
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[EmbeddedStore]:
-    (tmp_path / "store").mkdir()
-    with running_store(tmp_path / "store", 64 << 20) as made:
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedStore]:
+    with running_store(tmp_path_factory.mktemp("store"), 64 << 20) as made:
         yield made
+
+
+@pytest.fixture
+def store(running: EmbeddedStore) -> EmbeddedStore:
+    """The module's store, with nothing in it."""
+    client = MooncakeDistributedStore()
+    assert client.setup_dummy(16 << 20, 16 << 20, running.client_address) == 0
+    try:
+        assert client.remove_by_regex("xllm-.*", True) >= 0
+    finally:
+        client.close()
+    assert not keys(running)
+    return running
 
 
 @pytest.fixture
@@ -305,26 +318,26 @@ def test_a_pool_that_cannot_be_shared_is_replaced_by_memory_that_can(
 def test_two_ranks_of_a_model_with_latents_take_the_host_memory_and_the_store_of_one(
     store: EmbeddedStore, tmp_path: Path
 ) -> None:
-    """On real processes; then one rank finds what two have written, and the other way round."""
+    """On real processes; one rank finds what two have written, and the other way round."""
     folder = make(tmp_path / "tiny", "deepseek_v2")
     prompt = random_prompt(200)
     flags = ["--block_size=16", "--max_cache_size=4MB", *store_flags(store)]
-    seen = {}
-    for tp_size in (2, 1):
-        with Server(folder, *flags, f"--tp_size={tp_size}", f"--model_id=of-{tp_size}") as server:
-            server.ask(prompt, 1)
-            stats = server.wait_quiet()
-            moved = {kind: stats["transfer_bytes"][kind] for kind in ("d2h", "h2g")}
-            seen[tp_size] = (stats["tier_bytes"]["host"], moved, len([key for key in keys(store) if "of-" in key]))
-            server.clear("store")
-    assert seen[1] == seen[2] and seen[1][2] == 12
-    tokens = set()
+    seen, tokens = {}, set()
     for tp_size, cached in ((2, 0), (1, 192), (2, 192)):
         with Server(folder, *flags, f"--tp_size={tp_size}") as server:
             answer = server.ask(prompt)
             tokens.add(tuple(answer.token_ids))
             assert answer.cached == (0, 0, cached)
             server.wait_quiet()
+            if tp_size in seen:
+                continue
+            server.clear("device", "host", "store")
+            before = server.stats()["transfer_bytes"]
+            assert server.ask(prompt, 1).cached == (0, 0, 0)
+            stats = server.wait_quiet()
+            moved = {kind: stats["transfer_bytes"][kind] - before[kind] for kind in ("d2h", "h2g")}
+            seen[tp_size] = (stats["tier_bytes"]["host"], moved, len(keys(store)))
+    assert seen[1] == seen[2] and seen[1][2] == 12 and all(seen[1][1].values())
     assert len(tokens) == 1
 
 
