@@ -15,6 +15,7 @@ VENV=${XLLM_VENV:-.venv}
 PYTHON=${XLLM_PYTHON:-python3}
 
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-2000} # see xllm_hier/launch.py: tests and benches load torch themselves
+export PYTHONDONTWRITEBYTECODE= # else every process compiles the package, and every test worker all tests, anew
 
 say() { printf 'run.sh: %s\n' "$*" >&2; }
 
