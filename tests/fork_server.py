@@ -39,7 +39,6 @@ REAL_STARTS = {
     "test_rank_failures.py",
     "test_llm_and_demo.py",
     "test_local_cluster.py",
-    "test_embedded_store_dir.py",  # its store's disk lags behind an instance that stops at once
 }
 _START_S = 120.0
 # What an instance's own launcher sets before its processes import torch and transformers.

@@ -40,7 +40,10 @@ def prompts() -> list[list[int]]:
 
 
 def serve(model: Path, folder: Path) -> Server:
-    return Server(model, *COMMON, f"--embedded_store_dir={folder}")
+    """An instance whose store is attached: with a disk it may come up after the instance."""
+    server = Server(model, *COMMON, f"--embedded_store_dir={folder}")
+    wait_for(lambda: server.health()["store"] == "attached")
+    return server
 
 
 def on_disk(server: Server) -> tuple[int, int]:
