@@ -19,6 +19,8 @@ import torch
 from ranks import RankedDriver
 from tiny_models import Driver, generated, prompt_part, random_prompt, random_table
 
+from xllm_hier.worker.compute.attention import LARGE_TILE, SMALL_TILE, find_query_tiles
+
 LENGTH = 333
 # Small models for families, sliding windows and odd sizes; `wide` has the layer shapes at which the matrix kernel
 # rounds differently for different numbers of rows.
@@ -342,3 +344,39 @@ def test_many_generated_rows_need_not_fill_a_prefill_tile(tmp_path):
             driver.step([], [generated(tokens[:stop], table, start)])
         results.append(Result(driver.logits[0], driver.blocks(table, 153)))
     results[0].check(results[1].logits, results[1].blocks)
+
+
+class RarelyDifferent:
+    """Attention whose large tile gives other bits in one of 20,000 outputs of rows 128 to 320, which is what rounding
+    to bf16 leaves of sums that are split differently (seen on CPUs without AVX-512)."""
+
+    tensors = 2
+    share = 1 / 20_000
+
+    def __init__(self, *, heads: int, head_dim: int, tiles: tuple[int, ...], **_: object) -> None:
+        self.width, self.large = heads * head_dim, tiles == (LARGE_TILE,)
+        self.rows = 0
+
+    def bind(self, _caches: list[torch.Tensor]) -> None:
+        pass
+
+    def prepare(self, _prefill: object, _decode: object, num_rows: int) -> None:
+        self.rows = num_rows
+
+    def __call__(self, _layer: int, q: torch.Tensor, *_: object) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(int(q[0, 0].abs().sum() * 1000))
+        differs = torch.rand(self.rows, self.width, generator=generator) < self.share
+        differs[:128] = differs[320:] = False
+        return differs if self.large else torch.zeros_like(differs)
+
+
+class Equal(RarelyDifferent):
+    share = 0.0
+
+
+@pytest.mark.parametrize(("heads", "head_dim"), [(1, 16), (2, 20), (16, 64)])
+def test_query_tiles_that_differ_in_one_output_of_twenty_thousand_are_found_out(heads: int, head_dim: int) -> None:
+    """A hit of another tile would change bits, if rarely; few and narrow heads take many draws to show it."""
+    shape = {"heads": heads, "kv_heads": 1, "head_dim": head_dim, "dtype": torch.float32, "device": torch.device("cpu")}
+    assert find_query_tiles(RarelyDifferent, **shape) == (SMALL_TILE,)
+    assert find_query_tiles(Equal, **shape) == (SMALL_TILE, LARGE_TILE)
