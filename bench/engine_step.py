@@ -16,7 +16,9 @@ from xllm_hier.engine.blocks.books import HierarchyBlockManagerPool
 from xllm_hier.engine.blocks.settings import BookSettings
 from xllm_hier.engine.steps.scheduler import Scheduler
 from xllm_hier.figures import TypeSizes
-from xllm_hier.plans import AddRequest, ForwardOutput, SamplingSpec, ints
+from xllm_hier.ints import ints
+from xllm_hier.plans import ForwardOutput
+from xllm_hier.request_messages import AddRequest, SamplingSpec
 
 from .serving import arguments, show
 

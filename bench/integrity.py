@@ -18,7 +18,8 @@ import torch
 from xllm_hier.block import BlockLayout, BlockType, CacheLayout, CacheRole, TensorSpec
 from xllm_hier.config import GIB, EngineConfig
 from xllm_hier.hashing import HASH_BYTES
-from xllm_hier.plans import BlockMapping, TransferBlocks, ints
+from xllm_hier.ints import ints
+from xllm_hier.plans import BlockMapping, TransferBlocks
 from xllm_hier.worker.tiers.cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes
 from xllm_hier.worker.tiers.kv_cache_transfer import HierarchyKVCacheTransfer
 from xllm_hier.worker.tiers.layer_copy import NativeCopier

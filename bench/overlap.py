@@ -28,7 +28,9 @@ def measure(threads: int, repetitions: int, rates: list[float], groups: list[int
     from xllm_hier.block import BlockType, CacheRole
     from xllm_hier.config import EngineConfig
     from xllm_hier.host_memory import HostMemory
-    from xllm_hier.plans import BlockMapping, Forward, SamplingSpec, SequenceRows, ints
+    from xllm_hier.ints import ints
+    from xllm_hier.plans import BlockMapping, Forward, SequenceRows
+    from xllm_hier.request_messages import SamplingSpec
     from xllm_hier.worker.compute.model_runner import ModelRunner
     from xllm_hier.worker.tiers.cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes
     from xllm_hier.worker.tiers.layer_copy import NativeCopier

@@ -27,7 +27,8 @@ from typing import Any
 import httpx
 
 from xllm_hier.config import EngineConfig
-from xllm_hier.plans import LinkPeer, PushBlocks, RemoteBlocks, TransferEndpoint, ints
+from xllm_hier.ints import ints
+from xllm_hier.plans import LinkPeer, PushBlocks, RemoteBlocks, TransferEndpoint
 from xllm_hier.wire import pack, unpack
 
 from .bench_model import bench_model

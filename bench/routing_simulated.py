@@ -22,22 +22,20 @@ from xllm_hier.engine.blocks.journal import CacheJournal
 from xllm_hier.engine.blocks.settings import BookSettings, ReadLimits
 from xllm_hier.engine.steps.scheduler import Scheduler, Step
 from xllm_hier.figures import TypeSizes
+from xllm_hier.ints import ints
 from xllm_hier.plans import (
     HIT,
     MISS,
-    AddRequest,
     ForwardOutput,
     OffloadCopied,
     OffloadStored,
     PrefetchAnswer,
     PrefetchFromStorage,
-    RequestOutput,
-    SamplingSpec,
     TransferAck,
     TransferBlocks,
     TransferKvBlocks,
-    ints,
 )
+from xllm_hier.request_messages import AddRequest, RequestOutput, SamplingSpec
 from xllm_hier.service.policies import Candidate, InstanceLoad, Prompt, Route, Router
 from xllm_hier.service.prefix_index import IndexState, PrefixIndex
 

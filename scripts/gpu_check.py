@@ -259,7 +259,8 @@ class Bench:
 
     def greedy(self, prompt: list[int], table: list[int], cuts: list[int]) -> tuple[list[int], list[torch.Tensor]]:
         """Tokens and their logits; the prompt is computed in chunks between `cuts`, the first of which is the hit."""
-        from xllm_hier.plans import Forward, SamplingSpec, SequenceRows, ints
+        from xllm_hier.plans import Forward, SequenceRows, ints
+        from xllm_hier.request_messages import SamplingSpec
 
         logits, tokens = [], list(prompt)
         for start, stop in zip(cuts, [*cuts[1:], len(prompt)], strict=True):
@@ -543,7 +544,8 @@ def check_overlap(place: Place) -> Iterator[Line]:
 
     On cpu the copy is held to a rate at which it takes 50 ms, as the tiny model's few bytes take no time.
     """
-    from xllm_hier.plans import Forward, SamplingSpec, SequenceRows, ints
+    from xllm_hier.plans import Forward, SequenceRows, ints
+    from xllm_hier.request_messages import SamplingSpec
     from xllm_hier.worker.tiers.layered_wait import layer_groups
 
     shape, prefix, suffix, block = (LARGE, 8192, 1024, 256) if place.cuda else (SHAPE, 1024, 256, 32)

@@ -10,16 +10,8 @@ from serving import wait_for
 
 from xllm_hier.block import BlockLayout, BlockType, CacheLayout, CacheRole, TensorSpec
 from xllm_hier.config import EngineConfig
-from xllm_hier.plans import (
-    LinkPeer,
-    PullBlocks,
-    PullDone,
-    PushBlocks,
-    PushFailure,
-    RemoteBlocks,
-    TransferEndpoint,
-    ints,
-)
+from xllm_hier.ints import ints
+from xllm_hier.plans import LinkPeer, PullBlocks, PullDone, PushBlocks, PushFailure, RemoteBlocks, TransferEndpoint
 from xllm_hier.worker.peers.pd_transfer import PdTransfer
 from xllm_hier.worker.platform import Platform
 from xllm_hier.worker.store.mooncake_client import set_environment

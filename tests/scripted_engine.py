@@ -23,14 +23,7 @@ from xllm_hier.api.server import serve_api
 from xllm_hier.calls import Call, CallResult, ClearCache, Cleared, Done, Drain, GetInfo, GetStats
 from xllm_hier.config import EngineConfig
 from xllm_hier.figures import EngineInfo, EngineStats, WorkerStats
-from xllm_hier.plans import (
-    AbortRequest,
-    AddRequest,
-    PromptUsage,
-    RequestOutput,
-    StepOutputs,
-    TokenLogprob,
-)
+from xllm_hier.request_messages import AbortRequest, AddRequest, PromptUsage, RequestOutput, StepOutputs, TokenLogprob
 from xllm_hier.wire import open_socket, pack, unpack
 
 Script = Callable[[AddRequest], Iterable[RequestOutput]]

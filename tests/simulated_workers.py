@@ -21,11 +21,11 @@ from xllm_hier.engine.blocks.settings import BookSettings, ReadLimits
 from xllm_hier.engine.steps.audit import Auditor
 from xllm_hier.engine.steps.scheduler import Scheduler
 from xllm_hier.figures import TypeSizes
+from xllm_hier.ints import ints
 from xllm_hier.plans import (
     DIFFERENT,
     EQUAL,
     UNKNOWN,
-    AddRequest,
     BlocksCompared,
     CompareBlocks,
     Forward,
@@ -34,14 +34,11 @@ from xllm_hier.plans import (
     OffloadStored,
     PrefetchAnswer,
     PrefetchFromStorage,
-    RequestOutput,
-    SamplingSpec,
-    TokenLogprob,
     TransferAck,
     TransferBlocks,
     TransferKvBlocks,
-    ints,
 )
+from xllm_hier.request_messages import AddRequest, RequestOutput, SamplingSpec, TokenLogprob
 
 __all__ = ["Faults", "SimulatedWorkers", "Simulation", "reference"]
 

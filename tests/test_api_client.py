@@ -15,8 +15,9 @@ from scripted_engine import RunningApi, ScriptedEngine, byte_ids, fail, make_tok
 from xllm_hier.calls import ClearCache, Cleared, Drain, GetStats
 from xllm_hier.engine_client import EngineClient
 from xllm_hier.errors import EngineDeadError, RequestError, StartupError
+from xllm_hier.ints import ints
 from xllm_hier.openai.listening import listen
-from xllm_hier.plans import AddRequest, SamplingSpec, ints
+from xllm_hier.request_messages import AddRequest, SamplingSpec
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from xllm_hier.openai.body_limit import MAX_BODY_BYTES
 from xllm_hier.openai.output import ChoiceDecoder, Detokenizer, StopFinder
 from xllm_hier.openai.refusals import ErrorAnswer, error_body
 from xllm_hier.openai.tokenizer import load_tokenizer
-from xllm_hier.plans import RequestOutput
+from xllm_hier.request_messages import RequestOutput
 
 ROOT = Path(__file__).parent.parent
 

@@ -25,17 +25,10 @@ from xllm_hier.config import EngineConfig
 from xllm_hier.engine.blocks.sequence import Sequence
 from xllm_hier.engine.core import EngineCore
 from xllm_hier.figures import WorkerReady
+from xllm_hier.ints import ints
 from xllm_hier.models.parallel import TensorParallel
-from xllm_hier.plans import (
-    AbortRequest,
-    AddRequest,
-    PrefetchFromStorage,
-    ProbeStorage,
-    PromptUsage,
-    SamplingSpec,
-    StepOutputs,
-    ints,
-)
+from xllm_hier.plans import PrefetchFromStorage, ProbeStorage
+from xllm_hier.request_messages import AbortRequest, AddRequest, PromptUsage, SamplingSpec, StepOutputs
 from xllm_hier.wire import pack, unpack
 from xllm_hier.worker.worker import Worker
 

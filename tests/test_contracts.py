@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from xllm_hier import calls, figures, plans, wire
+from xllm_hier import calls, figures, plans, request_messages, wire
 from xllm_hier.block import BlockLayout, BlockType, RestoreRule, TensorSpec, common_boundary
 from xllm_hier.config import EngineConfig
 from xllm_hier.environment import check_environment
 from xllm_hier.errors import ConfigError, WireError
 from xllm_hier.hashing import block_hash, decode_tag, prompt_hashes, root_hash
+from xllm_hier.ints import ints
 from xllm_hier.store_key import draft_component, group_id, key_prefix, name_space_regex
 from xllm_hier.worker.tiers.proof import Trailer
 
@@ -250,22 +251,24 @@ def test_what_a_restore_needs_is_asked_for_from_the_top() -> None:
 
 
 def test_every_message_survives_the_wire() -> None:
-    spec = plans.SamplingSpec(0.5, 1, 0.9, 0.1, 7, 2)
-    logprob = plans.TokenLogprob(1, -0.5, 1, [1, 2], [-0.5, -1.0])
+    spec = request_messages.SamplingSpec(0.5, 1, 0.9, 0.1, 7, 2)
+    logprob = request_messages.TokenLogprob(1, -0.5, 1, [1, 2], [-0.5, -1.0])
     draft = figures.DraftDetails("d", ["KV"], needs_hidden=False)
-    mapping = plans.BlockMapping("KV", plans.ints([1]), plans.ints([2]), b"h" * 16)
+    mapping = plans.BlockMapping("KV", ints([1]), ints([2]), b"h" * 16)
     messages = [
-        plans.AddRequest("r", plans.ints([1, 2]), spec, 3, stop_token_ids=[4]),
-        plans.StepOutputs([plans.RequestOutput("r", [1], [logprob], usage=plans.PromptUsage(1, 2, 3, 4))]),
+        request_messages.AddRequest("r", ints([1, 2]), spec, 3, stop_token_ids=[4]),
+        request_messages.StepOutputs(
+            [request_messages.RequestOutput("r", [1], [logprob], usage=request_messages.PromptUsage(1, 2, 3, 4))]
+        ),
         plans.TransferBlocks(1, [mapping]),
         plans.TransferKvBlocks(2, [mapping], put=False),
         plans.Forward(
             1,
             [2],
-            [plans.SequenceRows(0, plans.ints([1]), plans.ints([0]), 0, spec)],
-            [plans.SequenceRows(3, plans.ints([1]), plans.ints([0, 1]), 0, spec, 2)],
+            [plans.SequenceRows(0, ints([1]), ints([0]), 0, spec)],
+            [plans.SequenceRows(3, ints([1]), ints([0, 1]), 0, spec, 2)],
         ),
-        plans.ForwardOutput(1, 0, plans.ints([5]), [logprob, None], [[logprob]], [], 0.1, 0.0),
+        plans.ForwardOutput(1, 0, ints([5]), [logprob, None], [[logprob]], [], 0.1, 0.0),
         calls.Call(1, calls.ClearCache(["host"])),
         calls.CallResult(1, figures.EngineStats(pd=figures.PairStats("DECODE", "a", {"b": "linked"}, 0.5))),
         calls.WorkerCall(1, calls.SwitchStore(None)),
@@ -295,7 +298,7 @@ def test_a_message_that_does_not_decode_is_a_named_error(data: bytes, words: str
 
 def test_random_bytes_never_raise_anything_but_a_wire_error() -> None:
     dice = random.Random(0)
-    good = wire.pack(plans.AddRequest("r", plans.ints([1, 2]), plans.SamplingSpec(), 3))
+    good = wire.pack(request_messages.AddRequest("r", ints([1, 2]), request_messages.SamplingSpec(), 3))
     for _ in range(3000):
         data = bytearray(good)
         for _ in range(dice.randrange(1, 4)):

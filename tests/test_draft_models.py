@@ -27,7 +27,7 @@ from xllm_hier.embedded_store import EmbeddedStore
 from xllm_hier.engine.steps.drafts import DraftCounts
 from xllm_hier.engine.steps.scheduler import Step
 from xllm_hier.errors import ConfigError
-from xllm_hier.plans import SamplingSpec
+from xllm_hier.request_messages import SamplingSpec
 from xllm_hier.store_key import draft_component
 from xllm_hier.worker.compute.speculation import DraftModel, check_same_tokenizer
 

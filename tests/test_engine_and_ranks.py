@@ -19,6 +19,7 @@ from xllm_hier.engine.core import AWAY_S, EngineCore, api_address
 from xllm_hier.engine.remote_worker import RemoteWorkers, answer_address, plan_address
 from xllm_hier.errors import EngineDeadError
 from xllm_hier.figures import TypeSizes, WorkerReady, WorkerState
+from xllm_hier.ints import ints
 from xllm_hier.plans import (
     BlockMapping,
     Forward,
@@ -27,7 +28,6 @@ from xllm_hier.plans import (
     SequenceRows,
     TransferBlocks,
     TransferKvBlocks,
-    ints,
 )
 from xllm_hier.wire import Channel
 from xllm_hier.worker.compute.plan_digest import PlanDigest

@@ -33,22 +33,20 @@ from xllm_hier.engine.blocks.types import TypePools
 from xllm_hier.engine.blocks.write_back import WriteBack
 from xllm_hier.engine.steps import step
 from xllm_hier.engine.steps.scheduler import Scheduler
+from xllm_hier.ints import ints
 from xllm_hier.plans import (
     HIT,
     HOLE,
-    AddRequest,
     BlockMapping,
     Forward,
     PrefetchFromStorage,
     ProbeStorage,
-    RequestOutput,
-    SamplingSpec,
     SequenceRows,
     StateMoves,
     TransferBlocks,
     TransferKvBlocks,
-    ints,
 )
+from xllm_hier.request_messages import AddRequest, RequestOutput, SamplingSpec
 
 SEEDS, TYPED_SEEDS = 400, 160  # of each family with KV blocks alone, and with blocks of other types
 PROMPT = list(range(1, 18))

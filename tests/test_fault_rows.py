@@ -24,6 +24,7 @@ from test_laws import MAIN_DOMAIN, Rank, rank_with  # noqa: F401
 from xllm_hier.config import EngineConfig
 from xllm_hier.engine.blocks.prefetch import PrefetchResult
 from xllm_hier.errors import StoreError
+from xllm_hier.ints import ints
 from xllm_hier.plans import (
     HIT,
     MISS,
@@ -35,7 +36,6 @@ from xllm_hier.plans import (
     PrefetchFromStorage,
     TransferBlocks,
     TransferKvBlocks,
-    ints,
 )
 from xllm_hier.worker.compute.model_runner import ModelOutput
 from xllm_hier.worker.compute.plan_digest import PlanDigest

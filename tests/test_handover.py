@@ -26,6 +26,7 @@ from xllm_hier.engine.steps.limits import RequestLimits
 from xllm_hier.engine.steps.scheduler import Scheduler
 from xllm_hier.errors import InvariantError
 from xllm_hier.figures import TypeSizes
+from xllm_hier.ints import ints
 from xllm_hier.peer_plans import (
     AddNewRequests,
     Allocated,
@@ -37,17 +38,8 @@ from xllm_hier.peer_plans import (
     NumberedBlocks,
     Release,
 )
-from xllm_hier.plans import (
-    AddRequest,
-    Forward,
-    ForwardOutput,
-    PullBlocks,
-    PullDone,
-    PushFailure,
-    SamplingSpec,
-    TransferBlocks,
-    ints,
-)
+from xllm_hier.plans import Forward, ForwardOutput, PullBlocks, PullDone, PushFailure, TransferBlocks
+from xllm_hier.request_messages import AddRequest, SamplingSpec
 
 SIZE = 4
 PROMPT = [number % 50 for number in range(1, 19)]

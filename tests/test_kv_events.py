@@ -22,6 +22,7 @@ from xllm_hier.engine.blocks.types import TypePools
 from xllm_hier.engine.publisher import KvPublisher
 from xllm_hier.errors import ConfigError, StartupError, WireError
 from xllm_hier.figures import TypeSizes
+from xllm_hier.ints import ints
 from xllm_hier.kv_events import (
     END,
     SNAPSHOT,
@@ -34,7 +35,7 @@ from xllm_hier.kv_events import (
     pack_batch,
     unpack_batch,
 )
-from xllm_hier.plans import AddRequest, SamplingSpec, ints
+from xllm_hier.request_messages import AddRequest, SamplingSpec
 
 KV, SWA = BlockType.KV, BlockType.SWA
 BLOCK = 4

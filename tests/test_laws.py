@@ -28,20 +28,18 @@ from xllm_hier.engine.core import EngineCore
 from xllm_hier.errors import StoreError
 from xllm_hier.figures import TypeSizes, WorkerReady
 from xllm_hier.hashing import block_hash, prompt_hashes, root_hash
+from xllm_hier.ints import ints
 from xllm_hier.plans import (
     HIT,
     MISS,
     UNKNOWN,
-    AddRequest,
     Forward,
     PrefetchAnswer,
     PrefetchFromStorage,
-    RequestOutput,
-    SamplingSpec,
     TransferBlocks,
     TransferKvBlocks,
-    ints,
 )
+from xllm_hier.request_messages import AddRequest, RequestOutput, SamplingSpec
 from xllm_hier.store_key import MAIN, draft_component
 from xllm_hier.worker.store.kv_cache_store import KVCacheStore
 from xllm_hier.worker.store.mooncake_client import MooncakeClient

@@ -16,7 +16,7 @@ from xllm_hier.config import EngineConfig
 from xllm_hier.errors import ConfigError
 from xllm_hier.models.linear import Fused, Linear, TileSizes, cheapest_class, choose_tiles, equal_bit_classes
 from xllm_hier.models.weights import Checkpoint
-from xllm_hier.plans import SamplingSpec
+from xllm_hier.request_messages import SamplingSpec
 from xllm_hier.worker.compute.attention import query_tiles
 from xllm_hier.worker.compute.model_runner import ModelRunner
 

@@ -18,7 +18,8 @@ from tiny_models import VOCAB, Driver, generated, make, prompt_part, random_prom
 
 from xllm_hier.config import EngineConfig
 from xllm_hier.errors import ConfigError
-from xllm_hier.plans import Forward, SamplingSpec, SequenceRows
+from xllm_hier.plans import Forward, SequenceRows
+from xllm_hier.request_messages import SamplingSpec
 from xllm_hier.worker.compute.model_runner import ModelOutput, ModelRunner
 from xllm_hier.worker.compute.sampler import sample
 from xllm_hier.worker.compute.speculation import DraftModel

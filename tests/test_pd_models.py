@@ -13,17 +13,9 @@ from pd_sides import KV, LIMIT_S, LINEAR, NUM_BLOCKS, SWA, Side, settings
 from tiny_models import random_prompt
 
 from xllm_hier.block import BlockType
-from xllm_hier.plans import (
-    HOLE,
-    Forward,
-    PullBlocks,
-    PushBlocks,
-    RemoteBlocks,
-    SamplingSpec,
-    SequenceRows,
-    StateMoves,
-    ints,
-)
+from xllm_hier.ints import ints
+from xllm_hier.plans import HOLE, Forward, PullBlocks, PushBlocks, RemoteBlocks, SequenceRows, StateMoves
+from xllm_hier.request_messages import SamplingSpec
 from xllm_hier.worker.compute.model_runner import ModelRunner
 from xllm_hier.worker.compute.speculation import DraftModel
 from xllm_hier.worker.tiers.cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes

@@ -18,7 +18,8 @@ from pd_sides import KV, LIMIT_S, LINEAR, NUM_BLOCKS, Side, domain_of, everythin
 
 from xllm_hier.block import BlockLayout, BlockType, CacheLayout, CacheRole, TensorSpec
 from xllm_hier.config import TRANSFER_PORTS
-from xllm_hier.plans import LinkPeer, PullBlocks, PullDone, TransferEndpoint, TransferRegion, ints
+from xllm_hier.ints import ints
+from xllm_hier.plans import LinkPeer, PullBlocks, PullDone, TransferEndpoint, TransferRegion
 from xllm_hier.worker.peers.pieces import Pieces, merged
 from xllm_hier.worker.peers.transfer_engine import MAX_CALL_BYTES, MAX_PIECES, transfer_ports
 from xllm_hier.worker.tiers.cache_domain import BlockCache, CacheDomain

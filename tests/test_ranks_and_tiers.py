@@ -20,6 +20,7 @@ from xllm_hier.config import EngineConfig
 from xllm_hier.embedded_store import EmbeddedStore, free_ports
 from xllm_hier.engine.blocks.prefetch import PrefetchResult
 from xllm_hier.figures import TransferFailures
+from xllm_hier.ints import ints
 from xllm_hier.plans import (
     HIT,
     MISS,
@@ -32,7 +33,6 @@ from xllm_hier.plans import (
     ProbeStorage,
     TransferBlocks,
     TransferKvBlocks,
-    ints,
 )
 from xllm_hier.store_key import MAIN
 from xllm_hier.worker.tiers.cache_domain import BlockCache, CacheDomain, allocate_device_cache, as_bytes

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 import torch
 
-from xllm_hier.plans import SamplingSpec
+from xllm_hier.request_messages import SamplingSpec
 from xllm_hier.worker.compute.sampler import _draw, sample, token_logprobs, uniform
 
 GOLDEN = [0.66004496448, 0.804296693587, 0.868698937512]

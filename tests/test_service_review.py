@@ -24,10 +24,11 @@ from xllm_hier.block import BlockType, RestoreRule
 from xllm_hier.config import EngineConfig
 from xllm_hier.engine_client import EngineClient
 from xllm_hier.errors import ConfigError, RequestError
+from xllm_hier.ints import ints
 from xllm_hier.kv_events import Stored
 from xllm_hier.openai.refusals import Refusal
-from xllm_hier.plans import AddRequest, SamplingSpec, ints
 from xllm_hier.registry import Etcd, InstanceInfo, Membership, RegistryError, instances_of
+from xllm_hier.request_messages import AddRequest, SamplingSpec
 from xllm_hier.service.app import create_app, wait_idle
 from xllm_hier.service.cluster import Cluster
 from xllm_hier.service.config import ServiceConfig

@@ -15,7 +15,7 @@ from simulation.scripts import draw, replay
 from tiny_models import VOCAB, Driver, generated, make, prompt_part, random_prompt, random_table
 
 from xllm_hier.engine.steps.drafts import lookup
-from xllm_hier.plans import SamplingSpec
+from xllm_hier.request_messages import SamplingSpec
 
 FLAGS = ["--block_size=16", "--max_cache_size=8MB", "--check_invariants"]
 DRAFTS = ["--num_speculative_tokens=4", "--speculative_algorithm=ngram"]

@@ -18,7 +18,8 @@ from xllm_hier.block import BlockLayout, BlockType, CacheLayout, CacheRole, Tens
 from xllm_hier.config import EngineConfig
 from xllm_hier.errors import InvariantError, TransferError
 from xllm_hier.figures import TransferFailures
-from xllm_hier.plans import BlockMapping, OffloadCopied, OffloadStored, TransferBlocks, TransferKvBlocks, ints
+from xllm_hier.ints import ints
+from xllm_hier.plans import BlockMapping, OffloadCopied, OffloadStored, TransferBlocks, TransferKvBlocks
 from xllm_hier.store_key import draft_component
 from xllm_hier.worker.tiers.cache_domain import BlockCache, CacheDomain, Part, allocate_device_cache, as_bytes
 from xllm_hier.worker.tiers.kv_cache_transfer import HierarchyKVCacheTransfer

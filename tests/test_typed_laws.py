@@ -22,7 +22,9 @@ from xllm_hier.engine.blocks.sequence import Sequence as Request
 from xllm_hier.engine.blocks.types import TypePools
 from xllm_hier.figures import TypeSizes
 from xllm_hier.hashing import prompt_hashes, root_hash
-from xllm_hier.plans import HOLE, AddRequest, PrefetchFromStorage, SamplingSpec, TransferBlocks, TransferKvBlocks, ints
+from xllm_hier.ints import ints
+from xllm_hier.plans import HOLE, PrefetchFromStorage, TransferBlocks, TransferKvBlocks
+from xllm_hier.request_messages import AddRequest, SamplingSpec
 from xllm_hier.store_key import MAIN, key_prefix
 
 KV, SWA, LINEAR = BlockType

@@ -15,7 +15,9 @@ from tiny_models import random_prompt
 from xllm_hier.block import BlockLayout, BlockType, CacheLayout, CacheRole, TensorSpec
 from xllm_hier.config import EngineConfig
 from xllm_hier.host_memory import HostMemory
-from xllm_hier.plans import HOLE, BlockMapping, Forward, SamplingSpec, SequenceRows, StateMoves, ints
+from xllm_hier.ints import ints
+from xllm_hier.plans import HOLE, BlockMapping, Forward, SequenceRows, StateMoves
+from xllm_hier.request_messages import SamplingSpec
 from xllm_hier.store_key import MAIN
 from xllm_hier.worker.compute.attention import PagedAttention, Span
 from xllm_hier.worker.compute.model_runner import ModelRunner

@@ -36,8 +36,10 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from xllm_hier.config import EngineConfig
+from xllm_hier.ints import ints
 from xllm_hier.models.parallel import TensorParallel
-from xllm_hier.plans import Forward, SamplingSpec, SequenceRows, ints
+from xllm_hier.plans import Forward, SequenceRows
+from xllm_hier.request_messages import SamplingSpec
 from xllm_hier.worker.compute.model_runner import ModelOutput, ModelRunner
 
 VOCAB = 320

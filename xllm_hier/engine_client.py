@@ -20,7 +20,7 @@ import zmq.asyncio
 from .calls import Call, CallResult, GetInfo, Question
 from .errors import EngineDeadError, RequestError, StartupError, WireError
 from .figures import EngineInfo
-from .plans import AbortRequest, AddRequest, RequestOutput, StepOutputs
+from .request_messages import AbortRequest, AddRequest, RequestOutput, StepOutputs
 from .wire import open_socket, pack, unpack
 
 A = TypeVar("A")

@@ -14,7 +14,6 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -23,12 +22,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from .children import News, run_child
 from .config import EngineConfig
 from .embedded_store import Disk, EmbeddedStore
 from .environment import take_store_endpoints
 from .errors import EngineDeadError, StartupError, XllmError
 from .figures import EngineInfo
-from .process import configure_logging, die_with_parent, set_process_name
 from .wire import Deadline
 
 log = logging.getLogger("xllm.launch")
@@ -43,85 +42,8 @@ _RUN_DIR_PREFIX = "xllm-run-"
 # An installed torch_npu without its drivers breaks `import torch`, which loads it by itself; platform.py asks for it.
 _WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "2000", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
-_News = EngineInfo | int | None
-"""A child that is up tells its facts (the engine), its port (the api), or nothing (a worker)."""
-
 # torch.multiprocessing.get_context is this very function; taking it from here saves the launcher importing torch.
 CHILDREN = multiprocessing.get_context("spawn")
-
-
-# ------------------------------------------------------------------------------------------ in the children
-
-
-def _engine_body(config: EngineConfig, run_dir: str, _rank: int, ready: Callable[[_News], None]) -> int:
-    from .engine.core import run_engine
-
-    return run_engine(config, run_dir, ready)
-
-
-def _worker_body(config: EngineConfig, run_dir: str, rank: int, ready: Callable[[_News], None]) -> int:
-    from .engine.remote_worker import answer_address, plan_address
-    from .worker.worker import run_worker
-
-    addresses = (plan_address(run_dir, rank), answer_address(run_dir, rank))
-    return run_worker(config, rank, addresses, lambda: ready(None), Path(run_dir))
-
-
-def _api_body(config: EngineConfig, run_dir: str, _rank: int, ready: Callable[[_News], None]) -> int:
-    import asyncio
-
-    from .api.server import serve_api
-    from .engine.core import api_address
-
-    return asyncio.run(serve_api(config, api_address(run_dir), ready))
-
-
-_BODIES = {"engine": _engine_body, "worker": _worker_body, "api": _api_body}
-
-
-def _child(kind: str, config: EngineConfig, run_dir: str, rank: int, pipe: Any, *, parent: int) -> None:
-    """Entry of every child: tie its life to the parent's, run its body, report how it came up.
-
-    `parent` is the launcher's pid, or 0 when it starts children from a thread whose end must not kill them.
-    """
-    if parent:
-        die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the launcher stops us in order
-    name = f"{kind}-{rank}" if kind == "worker" else kind
-    set_process_name(f"xllm-{name}")
-    configure_logging(config.log_level, name)
-    threading.Thread(target=_watch_parent, args=(pipe,), daemon=True, name="parent-watch").start()
-    try:
-        code = _BODIES[kind](config, run_dir, rank, lambda news: pipe.send(("ready", news)))
-    except XllmError as error:
-        _report(pipe, error)
-        code = 1
-    except Exception as error:
-        log.exception("%s failed", kind)
-        _report(pipe, error)
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # no interpreter shutdown under threads of native libraries
-
-
-def _report(pipe: Any, error: Exception) -> None:
-    try:
-        pipe.send(
-            ("failed", error if isinstance(error, XllmError) else StartupError(f"{type(error).__name__}: {error}"))
-        )
-    except OSError:
-        log.error("the launcher is gone; could not tell it: %s", error)
-
-
-def _watch_parent(pipe: Any) -> None:
-    try:
-        pipe.recv()
-    except (EOFError, OSError):
-        os._exit(1)
-
-
-# ----------------------------------------------------------------------------------------- in the launcher
 
 
 @contextlib.contextmanager
@@ -142,7 +64,7 @@ class _Child:
     process: Any
     pipe: Connection
     up: bool = False
-    news: _News = None
+    news: News = None
 
 
 class Instance:
@@ -255,7 +177,7 @@ class Instance:
         ours, theirs = CHILDREN.Pipe()
         main = threading.current_thread() is threading.main_thread()  # the signal fires at that thread's end
         process = CHILDREN.Process(
-            target=_child,
+            target=run_child,
             args=(kind, config, str(self._meeting), rank, theirs),
             kwargs={"parent": os.getpid() if main else 0},
             name=f"xllm-{kind}-{rank}",

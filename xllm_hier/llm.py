@@ -28,7 +28,7 @@ from .launch import Instance
 from .openai.output import ChoiceDecoder, TokenEvent, decode_choice
 from .openai.sampling import SamplingParams, ServedModel, build_requests
 from .openai.tokenizer import Tokenizer, load_tokenizer
-from .plans import AddRequest, PromptUsage, TokenLogprob
+from .request_messages import AddRequest, PromptUsage, TokenLogprob
 from .wire import Deadline
 
 __all__ = ["LLM", "GenerationOutput", "SamplingParams", "TextOutput"]

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .plans import AddRequest, Ints, PromptUsage, RequestOutput, TransferEndpoint
+from .ints import Ints
+from .plans import TransferEndpoint
+from .request_messages import AddRequest, PromptUsage, RequestOutput
 
 PROTOCOL = 2  # of the messages below: any change of theirs, or of plans they contain, is a new version
 

@@ -16,14 +16,14 @@ import msgpack
 import numpy as np
 import zmq
 
-from . import calls, figures, peer_plans, plans
+from . import calls, figures, peer_plans, plans, request_messages
 from .errors import WireError
 
 _INTS, _MESSAGE = 1, 2
 _CONNECT_MS = 5000
 _CLASSES: dict[str, tuple[type, int]] = {
     name: (thing, len(dataclasses.fields(thing)))
-    for module in (plans, figures, calls, peer_plans)
+    for module in (request_messages, plans, figures, calls, peer_plans)
     for name, thing in vars(module).items()
     if isinstance(thing, type) and dataclasses.is_dataclass(thing)
 }
@@ -50,7 +50,7 @@ def _extension(value: Any) -> msgpack.ExtType:
 
 
 def pack(message: Any) -> bytes:
-    """Bytes of a dataclass of `plans`, `figures`, `calls` or `peer_plans`. Raises WireError for anything else in it."""
+    """Bytes of a dataclass of one of the four modules of messages. Raises WireError for anything else in it."""
     name, fields_of = type(message).__name__, _FIELDS_OF.get(type(message))
     if fields_of is None:
         raise WireError(f"{name} is not a message")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from xllm_hier.plans import AbortRequest
+from xllm_hier.request_messages import AbortRequest
 
 from .instance import WAIT_S, Instance, Place
 from .moving import CALL_LIMIT_S

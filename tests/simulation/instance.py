@@ -19,7 +19,8 @@ from xllm_hier.engine.pair.prefill import PrefillRole
 from xllm_hier.engine.steps.step import Advanced
 from xllm_hier.errors import EngineDeadError
 from xllm_hier.figures import WorkerReady
-from xllm_hier.plans import PrefetchFromStorage, ProbeStorage, PushBlocks, RequestOutput, TransferBlocks
+from xllm_hier.plans import PrefetchFromStorage, ProbeStorage, PushBlocks, TransferBlocks
+from xllm_hier.request_messages import RequestOutput
 
 from . import invariants
 from .contents import Contents

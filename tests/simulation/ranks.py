@@ -30,6 +30,7 @@ from xllm_hier.calls import (
     WorkerResult,
 )
 from xllm_hier.figures import DraftDetails, ModelDetails, TypeSizes, WorkerReady, WorkerState, WorkerStats
+from xllm_hier.ints import ints
 from xllm_hier.plans import (
     EQUAL,
     HIT,
@@ -48,14 +49,13 @@ from xllm_hier.plans import (
     ProbeStorage,
     PullBlocks,
     PushFailure,
-    TokenLogprob,
     TransferAck,
     TransferBlocks,
     TransferEndpoint,
     TransferKvBlocks,
     UnlinkPeer,
-    ints,
 )
+from xllm_hier.request_messages import TokenLogprob
 
 from .computing import Computation
 from .contents import (

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from xllm_hier.hashing import HASH_BYTES
-from xllm_hier.plans import Forward, SamplingSpec, StateMoves
+from xllm_hier.plans import Forward, StateMoves
+from xllm_hier.request_messages import SamplingSpec
 
 from .contents import POISON, next_token
 

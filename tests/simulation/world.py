@@ -21,7 +21,8 @@ from xllm_hier.engine.core import EngineCore
 from xllm_hier.engine.remote_worker import RemoteWorkers
 from xllm_hier.errors import EngineDeadError
 from xllm_hier.figures import TypeSizes, WorkerReady
-from xllm_hier.plans import AbortRequest, AddRequest, PromptUsage, RequestOutput, SamplingSpec, StepOutputs, ints
+from xllm_hier.ints import ints
+from xllm_hier.request_messages import AbortRequest, AddRequest, PromptUsage, RequestOutput, SamplingSpec, StepOutputs
 
 from . import invariants
 from .contents import DRAFT, POISON, Contents, Part

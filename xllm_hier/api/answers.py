@@ -8,7 +8,7 @@ from typing import Any
 from ..openai.output import TokenEvent
 from ..openai.protocol import ChatRequest, CompletionRequest
 from ..openai.tokenizer import Tokenizer
-from ..plans import TokenLogprob
+from ..request_messages import TokenLogprob
 from .generation import Choice, Generation
 from .logprobs import CompletionLogprobs, aligned, chat_logprob, prompt_logprobs
 

@@ -12,7 +12,7 @@ from ..engine_client import EngineClient
 from ..errors import EngineDeadError, RequestError
 from ..openai.output import ChoiceDecoder, TokenEvent, decode_choice
 from ..openai.refusals import Refusal
-from ..plans import AddRequest
+from ..request_messages import AddRequest
 from .metrics import RequestTimes
 
 

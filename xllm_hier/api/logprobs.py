@@ -7,7 +7,7 @@ from typing import Any
 
 from ..openai.output import Detokenizer
 from ..openai.tokenizer import Tokenizer
-from ..plans import TokenLogprob
+from ..request_messages import TokenLogprob
 
 _LOWEST = -9999.0  # JSON has no minus infinity
 

@@ -18,14 +18,8 @@ from ..calls import Call, Stop, WorkerCall, WorkerResult
 from ..config import EngineConfig
 from ..errors import EngineDeadError, XllmError
 from ..figures import EngineInfo, WorkerReady
-from ..plans import (
-    AbortRequest,
-    AddRequest,
-    BlocksCompared,
-    ForwardOutput,
-    PullDone,
-    StepOutputs,
-)
+from ..plans import BlocksCompared, ForwardOutput, PullDone
+from ..request_messages import AbortRequest, AddRequest, StepOutputs
 from ..wire import Channel, Deadline, HasSocket
 from .build import build_parts, new_links
 from .calls import EngineCalls

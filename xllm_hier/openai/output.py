@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..engine_client import EngineClient
 from ..errors import RequestError
-from ..plans import AddRequest, PromptUsage, RequestOutput, TokenLogprob
+from ..request_messages import AddRequest, PromptUsage, RequestOutput, TokenLogprob
 from .tokenizer import Tokenizer
 
 _UNFINISHED = "\ufffd"

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from ..errors import RequestError
 from ..figures import EngineInfo
-from ..plans import AddRequest, SamplingSpec, ints
+from ..ints import ints
+from ..request_messages import AddRequest, SamplingSpec
 from .refusals import Refusal
 
 MAX_LOGPROBS = 20

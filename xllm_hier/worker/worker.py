@@ -36,13 +36,13 @@ from ..calls import (
 from ..config import EngineConfig
 from ..errors import XllmError
 from ..figures import DraftDetails, WorkerReady, WorkerState, WorkerStats
+from ..ints import Ints, ints
 from ..models.parallel import TensorParallel
 from ..plans import (
     BlocksCompared,
     CompareBlocks,
     Forward,
     ForwardOutput,
-    Ints,
     LinkPeer,
     PrefetchFromStorage,
     ProbeStorage,
@@ -51,7 +51,6 @@ from ..plans import (
     TransferBlocks,
     TransferKvBlocks,
     UnlinkPeer,
-    ints,
 )
 from ..store_key import MAIN
 from ..wire import Channel

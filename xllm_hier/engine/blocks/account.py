@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ...plans import PromptUsage
+from ...request_messages import PromptUsage
 from .sequence import Sequence
 from .types import Found
 

@@ -19,15 +19,8 @@ from dataclasses import dataclass
 
 from ...block import BlockType
 from ...figures import TypeSizes
-from ...plans import (
-    AddRequest,
-    OffloadCopied,
-    OffloadStored,
-    PrefetchAnswer,
-    ProbeAnswer,
-    StateMoves,
-    TransferAck,
-)
+from ...plans import OffloadCopied, OffloadStored, PrefetchAnswer, ProbeAnswer, StateMoves, TransferAck
+from ...request_messages import AddRequest
 from .admission import Admission
 from .canonical import CanonicalBlocks
 from .host_loads import Loads

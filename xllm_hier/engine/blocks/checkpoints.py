@@ -11,7 +11,8 @@ that was found is only read.
 
 from __future__ import annotations
 
-from ...plans import HOLE, StateMoves, ints
+from ...ints import ints
+from ...plans import HOLE, StateMoves
 from .keeping import Keeping
 from .sequence import Sequence
 from .types import HeldCheckpoints, TypePools

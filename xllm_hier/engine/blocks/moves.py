@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
 from ...block import BlockType
-from ...plans import HIT, MISS, UNKNOWN, BlockMapping, RemoteBlocks, ints
+from ...ints import ints
+from ...plans import HIT, MISS, UNKNOWN, BlockMapping, RemoteBlocks
 
 AnswerT = TypeVar("AnswerT")
 MappingT = TypeVar("MappingT", BlockMapping, RemoteBlocks)

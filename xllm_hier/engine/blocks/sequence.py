@@ -8,7 +8,8 @@ from enum import Enum
 from ...block import BlockType
 from ...clock import now
 from ...hashing import block_hash, decode_tag, prompt_hashes, root_hash
-from ...plans import AddRequest, Ints, PromptUsage, ints
+from ...ints import Ints, ints
+from ...request_messages import AddRequest, PromptUsage
 from .types import DeviceBlocks, Held, HeldCheckpoints, Hit, Places
 
 _NOTHING = ints([])

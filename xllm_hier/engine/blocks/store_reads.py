@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from ...block import BlockType
 from ...clock import now
-from ...plans import HIT, PrefetchAnswer, PrefetchFromStorage, ProbeAnswer, ProbeStorage, ints
+from ...ints import ints
+from ...plans import HIT, PrefetchAnswer, PrefetchFromStorage, ProbeAnswer, ProbeStorage
 from .ledger import Ledger
 from .moves import Orders, RankAnswers, and_over_ranks
 from .prefetch import PrefetchResult

@@ -9,7 +9,8 @@ import numpy as np
 
 from ...block import BlockType, RestoreRule
 from ...figures import TypeSizes
-from ...plans import HOLE, Ints
+from ...ints import Ints
+from ...plans import HOLE
 from .pool import BlockPool
 
 _NO_TREE = b"none"  # parent of all blocks whose use does not depend on the blocks before them

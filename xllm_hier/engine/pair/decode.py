@@ -19,6 +19,7 @@ from enum import Enum
 from typing import Any
 
 from ...config import EngineConfig
+from ...ints import ints
 from ...peer_plans import (
     AddNewRequests,
     Allocated,
@@ -30,7 +31,8 @@ from ...peer_plans import (
     Release,
     Tokens,
 )
-from ...plans import LinkPeer, PullBlocks, PullDone, RemoteBlocks, RequestOutput, UnlinkPeer, ints
+from ...plans import LinkPeer, PullBlocks, PullDone, RemoteBlocks, UnlinkPeer
+from ...request_messages import RequestOutput
 from ..blocks.moves import RankAnswers, draft_part
 from ..blocks.sequence import Sequence, SequenceState
 from ..blocks.types import Places

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 
 from ...block import BlockType
 from ...errors import InvariantError
+from ...ints import ints
 from ...peer_plans import NumberedBlocks
-from ...plans import HOLE, RemoteBlocks, ints
+from ...plans import HOLE, RemoteBlocks
 from ..blocks.sequence import Sequence
 from ..blocks.types import Places
 

@@ -21,6 +21,7 @@ from enum import Enum
 from typing import Any
 
 from ...config import EngineConfig
+from ...ints import ints
 from ...peer_plans import (
     AddNewRequests,
     Allocated,
@@ -32,7 +33,8 @@ from ...peer_plans import (
     Release,
     Tokens,
 )
-from ...plans import LinkPeer, PullDone, PushBlocks, PushFailure, RequestOutput, UnlinkPeer, ints
+from ...plans import LinkPeer, PullDone, PushBlocks, PushFailure, UnlinkPeer
+from ...request_messages import RequestOutput
 from ...wire import Deadline
 from ..blocks.moves import draft_part
 from ..blocks.sequence import Home, Sequence, SequenceState

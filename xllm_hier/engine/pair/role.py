@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...peer_plans import Heartbeat
-from ...plans import PullDone, PushFailure, RequestOutput
+from ...plans import PullDone, PushFailure
+from ...request_messages import RequestOutput
 from ..steps.step import Advanced, Step
 from .links import PeerEvent
 

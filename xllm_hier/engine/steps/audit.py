@@ -17,17 +17,9 @@ import logging
 from dataclasses import dataclass
 
 from ...block import BlockType
-from ...plans import (
-    DIFFERENT,
-    EQUAL,
-    AddRequest,
-    BlocksCompared,
-    CompareBlocks,
-    PromptUsage,
-    SamplingSpec,
-    SequenceRows,
-    ints,
-)
+from ...ints import ints
+from ...plans import DIFFERENT, EQUAL, BlocksCompared, CompareBlocks, SequenceRows
+from ...request_messages import AddRequest, PromptUsage, SamplingSpec
 from ..blocks.books import HierarchyBlockManagerPool
 from ..blocks.moves import RankAnswers
 from ..blocks.sequence import Sequence

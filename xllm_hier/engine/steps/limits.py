@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...plans import AddRequest
+from ...request_messages import AddRequest
 from .scheduler import Scheduler
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 
-from ...plans import AddRequest
+from ...request_messages import AddRequest
 from ..blocks.books import HierarchyBlockManagerPool
 from ..blocks.sequence import Home, Sequence, SequenceState
 

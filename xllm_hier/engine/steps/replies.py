@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from ...plans import RequestOutput, TokenLogprob
+from ...request_messages import RequestOutput, TokenLogprob
 from ..blocks.sequence import Sequence
 
 RECENT = 32  # values behind a recent median

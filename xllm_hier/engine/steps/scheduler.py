@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 
-from ...plans import Forward, ForwardOutput, RequestOutput
+from ...plans import Forward, ForwardOutput
+from ...request_messages import RequestOutput
 from ..blocks.books import HierarchyBlockManagerPool
 from ..blocks.sequence import Sequence, SequenceState
 from .audit import Auditor

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ...plans import Forward, ForwardOutput, Ints, SamplingSpec, SequenceRows, TokenLogprob, ints
+from ...ints import Ints, ints
+from ...plans import Forward, ForwardOutput, SequenceRows
+from ...request_messages import SamplingSpec, TokenLogprob
 from ..blocks.books import HierarchyBlockManagerPool
 from ..blocks.sequence import Sequence
 

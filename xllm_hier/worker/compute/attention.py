@@ -25,7 +25,8 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from ...plans import HOLE, Ints
+from ...ints import Ints
+from ...plans import HOLE
 
 # Workspace rows start at a multiple of this position, so that a position always has the same alignment in memory.
 _ALIGN_TOKENS = 64

@@ -15,7 +15,8 @@ from ...errors import ConfigError
 from ...models.decoder import Decoder
 from ...models.identity import ModelIdentity, model_identity
 from ...models.parallel import TensorParallel
-from ...plans import Forward, SequenceRows, TokenLogprob
+from ...plans import Forward, SequenceRows
+from ...request_messages import TokenLogprob
 from ..platform import Platform
 from .block_layouts import cache_layout, keeps_windows_apart
 from .model_facts import ModelFacts

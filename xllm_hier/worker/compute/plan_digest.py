@@ -6,15 +6,8 @@ from collections.abc import Sequence
 
 import xxhash
 
-from ...plans import (
-    BlockMapping,
-    Forward,
-    Ints,
-    PushBlocks,
-    SequenceRows,
-    TransferBlocks,
-    TransferKvBlocks,
-)
+from ...ints import Ints
+from ...plans import BlockMapping, Forward, PushBlocks, SequenceRows, TransferBlocks, TransferKvBlocks
 
 
 class PlanDigest:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...plans import SamplingSpec, TokenLogprob
+from ...request_messages import SamplingSpec, TokenLogprob
 
 # top_p seldom needs more than this many of the most likely tokens; sorting a whole vocabulary takes milliseconds.
 _FIRST_LOOK = 1024

@@ -30,9 +30,11 @@ import torch
 from ...block import CacheRole
 from ...config import EngineConfig
 from ...errors import ConfigError
+from ...ints import Ints, ints
 from ...models.identity import ModelIdentity
 from ...models.mtp import FIRST_POSITION
-from ...plans import Forward, Ints, SamplingSpec, SequenceRows, ints
+from ...plans import Forward, SequenceRows
+from ...request_messages import SamplingSpec
 from ...store_key import draft_component
 from .model_runner import ModelOutput, ModelRunner
 

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from ...models.decoder import StepRows
-from ...plans import Forward, SamplingSpec, SequenceRows
+from ...plans import Forward, SequenceRows
+from ...request_messages import SamplingSpec
 from .attention import Span
 from .recurrent_state import StateSpan
 
