@@ -58,7 +58,7 @@ need_etcd() {
 set_up() {
   local kind=$1 chosen wanted stamp
   chosen=$(extra)
-  wanted="$kind-$chosen-$(cat pyproject.toml setup.py constraints.txt native/*.cpp native/*.h "$0" | sha256sum | cut -c1-16)"
+  wanted="$kind-$chosen-$(cat pyproject.toml setup.py constraints.txt native/*.cpp native/*.h native/kernels/* "$0" | sha256sum | cut -c1-16)"
   stamp="$VENV/.xllm-$kind"
   [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && return 0
   system_libraries

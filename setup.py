@@ -1,7 +1,7 @@
-"""Build hook of the package: the native copier (see docs/native.md); the metadata is in pyproject.toml.
+"""Build hook of the package: the native copier and the CPU's row kernels (docs/native.md); metadata: pyproject.toml.
 
-The extension needs a C++17 compiler and pybind11's headers, nothing of CUDA, CANN or PyTorch: device libraries are
-opened at run time. Environment: XLLM_NATIVE_FLAGS adds compiler and linker flags (sanitizers).
+The extensions need a C++17 compiler and pybind11's headers, nothing of CUDA, CANN or PyTorch: device libraries, and
+torch's own for the row kernels, are opened at run time. Environment: XLLM_NATIVE_FLAGS adds compiler and linker flags (sanitizers).
 """
 
 from __future__ import annotations
@@ -29,22 +29,29 @@ def pybind11_include() -> str | None:
 
 
 def extensions() -> list[Extension]:
-    """The native copier, or nothing without pybind11."""
+    """Both extensions, or nothing without pybind11."""
     include = pybind11_include()
     if include is None:
-        print("setup.py: no pybind11 headers: the package is built WITHOUT its native copier", file=sys.stderr)
+        print("setup.py: no pybind11 headers: the package is built WITHOUT its native code", file=sys.stderr)
         return []
     extra = shlex.split(os.environ.get("XLLM_NATIVE_FLAGS", ""))
     flags = ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra", f"-isystem{include}"]
-    return [
-        Extension(
-            "xllm_hier._native",
-            sources=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "native").glob("*.cpp")),
-            depends=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "native").glob("*.h")),
-            extra_compile_args=[*flags, *extra],
+
+    def extension(name: str, folder: Path, *more: str, optional: bool = False) -> Extension:
+        return Extension(
+            name,
+            sources=sorted(str(path.relative_to(ROOT)) for path in folder.glob("*.cpp")),
+            depends=sorted(str(path.relative_to(ROOT)) for path in folder.iterdir() if path.suffix in (".h", ".inc")),
+            extra_compile_args=[*flags, *more, *extra],
             extra_link_args=["-pthread", "-ldl", *(extra or ["-s"])],
             language="c++",
+            optional=optional,
         )
+
+    return [
+        extension("xllm_hier._native", ROOT / "native"),
+        # GCC's own AVX-512 header warns about itself.
+        extension("xllm_hier._cpu_kernels", ROOT / "native" / "kernels", "-Wno-maybe-uninitialized", optional=True),
     ]
 
 

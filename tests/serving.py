@@ -53,11 +53,12 @@ def wait_gone(processes: Iterable[psutil.Process], timeout_s: float = 5.0) -> No
 class Server:
     """One serving instance in a process of its own; `stop` or the context manager ends it.
 
-    It restores whatever can be, unless told otherwise: tiny models compute faster than a busy machine reads.
+    It restores whatever can be, unless told otherwise: tiny models compute faster than a busy machine reads. One thread
+    computes them: several instances share the cores, and a second thread would wait for a core at every product.
     """
 
     def __init__(self, model: Path | str, *flags: str, environ: dict[str, str] | None = None) -> None:
-        flags = (f"--model={model}", "--port=0", "--restore_policy=always", *flags)
+        flags = (f"--model={model}", "--port=0", "--restore_policy=always", "--num_threads=1", *flags)
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by stop
         self.process = start_program("xllm_hier.serve", flags, self._log.fileno(), environ)
         watchdog = threading.Timer(START_S, self.process.kill)

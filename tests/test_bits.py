@@ -320,7 +320,7 @@ def test_block_size_need_not_divide_the_tiles(tmp_path, block_size):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_given_tile_size_is_used_as_given(tmp_path, dtype, tile_rows, block_size):
     folder = tiny_models.make(tmp_path, "llama", dtype)
-    driver = Driver(folder, prefill_tile_rows=tile_rows, block_size=block_size, num_blocks=192)
+    driver = Driver(folder, prefill_tile_rows=tile_rows, block_size=block_size, num_blocks=192, cpu_kernels="torch")
     assert set(map(tuple, driver.runner.details.prefill_tiles.values())) == {(tile_rows,)}
     prompt = random_prompt(200)
     whole = cold(driver, prompt)

@@ -15,34 +15,36 @@ PACKAGE = ROOT / "xllm_hier"
 
 # One floor a line, the lowest first: a module imports modules of lower floors only, also lazily and for types.
 FLOORS = """
-- block clock engine.blocks.policy errors ints models.linear openai.body_limit version worker.store.circuit
+- block clock engine.blocks.policy errors ints openai.body_limit version worker.store.circuit
   worker.store.key_quarantine
 - engine.blocks.pool engine.blocks.settings hashing host_memory kv_events machine models.demo models.expert_routing
-  models.parallel models.rope models.weights openai.refusals openai.tokenizer process request_messages settings
+  models.rope models.row_kernels models.weights openai.refusals openai.tokenizer process request_messages settings
   store_key worker.tiers.layered_wait
-- config engine.pair.line models.families models.identity openai.auth openai.listening openai.streaming plans registry
+- config engine.pair.line models.identity models.linear openai.auth openai.listening openai.streaming plans registry
   service.config service.prefix_index service.rates worker.compute.sampler
-- embedded_store engine.blocks.moves engine.forward_join environment figures models.delta_rule models.parts peer_plans
-  service.instances service.kv_event_stream service.policies service.store_watch worker.compute.attention
+- embedded_store engine.blocks.moves engine.forward_join environment figures models.families models.parallel
+  peer_plans service.instances service.kv_event_stream service.policies service.store_watch worker.compute.attention
   worker.compute.model_facts worker.compute.plan_digest worker.store.mooncake_client worker.tiers.cache_domain
   worker.tiers.cache_sizes
-- calls engine.blocks.prefetch engine.blocks.types engine.rank_views models.experts models.gated_delta models.mla
-  openai.sampling service.cluster worker.compute.block_compare worker.compute.device_attention
-  worker.compute.latent_attention worker.compute.recurrent_state worker.peers.transfer_engine worker.store.objects
-  worker.tiers.host_tier worker.tiers.layer_copy worker.tiers.proof worker.transfer_stats
-- engine.blocks.sequence models.decoder openai.protocol service.relay wire worker.compute.block_layouts
-  worker.peers.pieces worker.platform worker.store.marks worker.store.queue worker.tiers.d2h worker.tiers.h2d
+- calls engine.blocks.prefetch engine.blocks.types engine.rank_views models.delta_rule models.parts openai.sampling
+  service.cluster worker.compute.block_compare worker.compute.device_attention worker.compute.latent_attention
+  worker.peers.transfer_engine worker.store.objects worker.tiers.host_tier worker.tiers.layer_copy worker.tiers.proof
+  worker.transfer_stats
+- engine.blocks.sequence models.experts models.gated_delta models.mla openai.protocol service.relay wire
+  worker.compute.native_attention worker.compute.recurrent_state worker.peers.pieces worker.store.marks
+  worker.store.queue worker.tiers.d2h worker.tiers.h2d
 - engine.blocks.account engine.blocks.journal engine.blocks.keeping engine.blocks.prefix engine.blocks.read_targets
-  engine.pair.handover engine.pair.links engine.remote_worker engine.steps.replies engine_client models.hf_model
-  models.mtp openai.chat_prompt openai.error_answers service.metrics worker.compute.step_layout
-  worker.peers.transfer_calls worker.store.connection
-- api.metrics api.registration engine.blocks.checkpoints engine.publisher openai.output service.app
-  worker.compute.model_loading worker.compute.numerics worker.peers.push worker.store.object_copy
-- api.generation api.logprobs engine.blocks.ledger service.__main__ worker.compute.model_runner
-  worker.peers.pd_transfer worker.store.kv_cache_store
-- api.answers engine.blocks.canonical engine.blocks.host_loads engine.blocks.write_back worker.caches
-  worker.compute.speculation worker.store.store_tier
-- api.handlers engine.blocks.admission engine.blocks.store_reads worker.tiers.kv_cache_transfer
+  engine.pair.handover engine.pair.links engine.remote_worker engine.steps.replies engine_client models.decoder
+  openai.chat_prompt openai.error_answers service.metrics worker.compute.block_layouts worker.peers.transfer_calls
+  worker.platform worker.store.connection
+- api.metrics api.registration engine.blocks.checkpoints engine.publisher models.hf_model models.mtp openai.output
+  service.app worker.compute.row_check worker.compute.step_layout worker.peers.push worker.store.object_copy
+- api.generation api.logprobs engine.blocks.ledger service.__main__ worker.compute.model_loading
+  worker.compute.numerics worker.peers.pd_transfer worker.store.kv_cache_store
+- api.answers engine.blocks.canonical engine.blocks.host_loads engine.blocks.write_back worker.compute.model_runner
+  worker.store.store_tier
+- api.handlers engine.blocks.admission engine.blocks.store_reads worker.caches worker.compute.speculation
+  worker.tiers.kv_cache_transfer
 - api.admin engine.blocks.publishing worker.worker
 - api.app engine.blocks.books
 - api.server engine.steps.audit engine.steps.drafts engine.steps.queues engine.steps.step
@@ -88,7 +90,9 @@ def imports_of(name: str) -> set[str]:
             found |= {alias.name.removeprefix("xllm_hier.") for alias in node.names}
         if base is not None:
             assert isinstance(node, ast.ImportFrom)
-            inner = [".".join([*base, alias.name]) for alias in node.names if alias.name != "_native"]
+            inner = [
+                ".".join([*base, alias.name]) for alias in node.names if alias.name not in ("_native", "_cpu_kernels")
+            ]
             itself = ".".join(base) or "__init__"
             found |= {target if target in MODULES else itself for target in inner}
     return {target for target in found if target in MODULES} - {name}

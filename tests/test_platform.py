@@ -460,7 +460,7 @@ def test_a_model_over_a_stand_in_kernel_agrees_with_gathering(
     table = random_table(6)
 
     def logits() -> tuple[list[torch.Tensor], dict[str, Any]]:
-        driver = Driver(folder, device="cpu")
+        driver = Driver(folder, device="cpu", cpu_kernels="torch")
         for cache in driver.caches:
             cache.zero_()
         found = []

@@ -232,6 +232,14 @@ class EngineConfig:
         "rows of one prefill tile; 0 = 256 with a smaller tail tile where a check at load finds equal bits",
         low=0,
     )
+    cpu_kernels: str = setting(
+        "auto",
+        ENGINE,
+        "products and attention on cpu: native = the C++ extension, with the same bits for a row in any batch, chunk "
+        "and number of threads; torch = torch's in tiles of fixed rows; auto = native where it is built, the machine "
+        "has AVX2 and a check at load finds equal bits",
+        choices=("auto", "native", "torch"),
+    )
     num_threads: int = setting(0, ENGINE, "torch threads of a worker on cpu; 0 = all cores", low=0)
 
     enable_disagg_pd: bool = setting(

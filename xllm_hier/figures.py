@@ -21,6 +21,8 @@ class ModelDetails:
     ==================  ============================================================================================
     implementation      `own` decoder, or transformers' code (`hf`)
     batch_invariant     a row's bits are known not to depend on the rows beside it
+    rows_invariant      nor on threads, or on whether it was a prompt's row or a generated one
+    cpu_kernels         name of the native row kernels; empty: torch computes
     experts             the model routes tokens to experts
     attention           name of the attention kernel; `query_tiles` are its tile sizes
     prefill_tiles       tile sizes of each kind of linear, by its label; `decode_rows` are those of the decode path
@@ -39,6 +41,8 @@ class ModelDetails:
     cpu_capability: str = ""
     packed_weights: bool = False
     batch_invariant: bool = False
+    rows_invariant: bool = False
+    cpu_kernels: str = ""
     attention: str = ""
     query_tiles: list[int] = field(default_factory=list)
     prefill_tiles: dict[str, list[int]] = field(default_factory=dict)

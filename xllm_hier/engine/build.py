@@ -10,7 +10,7 @@ import zmq
 
 from ..block import BlockType
 from ..config import EngineConfig
-from ..figures import WorkerReady
+from ..figures import ModelDetails, WorkerReady
 from .blocks.books import HierarchyBlockManagerPool
 from .blocks.journal import CacheJournal
 from .blocks.moves import WorkerLink
@@ -59,7 +59,7 @@ def build_parts(
         policy=policy,
         journal=journal,
     )
-    exact = model.batch_invariant and config.decode_kv_reuse != "as_is"
+    exact = model.batch_invariant and (model.rows_invariant or config.decode_kv_reuse != "as_is")
     scheduler = Scheduler(
         manager,
         max_tokens=config.max_tokens_per_batch,
@@ -81,12 +81,17 @@ def _book_settings(config: EngineConfig, first: WorkerReady) -> BookSettings:
         strides={BlockType(kind): tokens for kind, tokens in first.strides.items()},
         scan_tokens=first.model.scan_tokens or 1,
         prefix_cache=config.enable_prefix_cache,
-        decode_kv_reuse=config.decode_kv_reuse,
+        decode_kv_reuse=_decode_reuse(config, first.model),
         limits=ReadLimits(
             config.prefetch_batch_size, config.prefetch_timeout, config.prefetch_deadline_ms, config.worker_timeout_s
         ),
         drafting=drafting_of(config.num_speculative_tokens, first.draft),
     )
+
+
+def _decode_reuse(config: EngineConfig, model: ModelDetails) -> str:
+    """Where generated rows have a prompt's bits, decoded blocks are a prompt's: nothing is computed once more."""
+    return "as_is" if model.rows_invariant and config.decode_kv_reuse == "canonical" else config.decode_kv_reuse
 
 
 def _role(config: EngineConfig, scheduler: Scheduler, links: PeerLinks | None, limits: RequestLimits) -> Role:

@@ -123,6 +123,11 @@ class Decoder:
     join: HiddenJoin | None = None
     _kept: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
+    @property
+    def rows_invariant(self) -> bool:
+        """No row's bits depend on how many rows there are: nothing is padded (see `row_kernels`)."""
+        return self.head.rows_invariant
+
     def linears(self) -> list[Linear]:
         """The layers' linears that run in the sections' tiles; the head, which only sees decode tiles, does not."""
         first = [self.join.linear] if self.join else []
@@ -189,7 +194,7 @@ class Decoder:
         padded = F.pad(hidden, (0, 0, 0, -count % self.decode_unit))
         normed = self.normed(padded)
         logits = self.head(normed, self.head.decode)[:count].float()
-        if self.head_rows.dtype is not torch.float32:
+        if self.head_rows.dtype is not torch.float32 and not self.rows_invariant:
             self._sharpen(logits, normed)
         shares = [self._vocab_share(rank) for rank in range(self.parallel.size)]
         return self.parallel.gather_columns(logits, [share.stop - share.start for share in shares])
@@ -312,7 +317,9 @@ def load_decoder(loader: Loader, ropes: dict[str | None, RopeTable]) -> Decoder:
     name, shape, share = "model.embed_tokens.weight", (spec.vocab, spec.hidden), parallel.vocab_part(spec.vocab)
     head_name = name if spec.tied else "lm_head.weight"
     head_weight = checkpoint.tensor(head_name, shape, dtype, rows=share).to(device)
-    head = Linear(head_weight)
+    # Logits in fp32, not rounded to 16 bits: near ties need not be computed again.
+    out = torch.float32 if loader.kernels is not None else None
+    head = Linear(head_weight, kernels=loader.kernels, out_dtype=out)
     # A tied head is packed, which makes it 1.6 times faster at decode; the embedding is then read from a mapping of the
     # file, where a step touches a few rows and the page cache may drop the rest: memory holds the matrix once.
     read = checkpoint.mapped if spec.tied else checkpoint.tensor

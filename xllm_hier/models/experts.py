@@ -162,9 +162,7 @@ def load_experts(loader: Loader, prefix: str, spec: MoeSpec) -> MoeMlp:
             return loader.column_parallel({f"{block}.{name}.{kind}": (ffn, part)}, hidden, bias=False, fused=fused)
 
         down = read(f"{block}.{name}.{names.down}.weight", (hidden, ffn), loader.dtype, columns=part)
-        return Expert(
-            inner(names.gate, loader.spec.activation), inner(names.up, Fused.MUL), Linear(down.to(loader.device))
-        )
+        return Expert(inner(names.gate, loader.spec.activation), inner(names.up, Fused.MUL), loader.linear(down))
 
     count, dtype = spec.num_experts, torch.float32 if spec.fp32_router else loader.dtype
     router = read(f"{block}.gate.weight", (count, hidden), dtype)
@@ -174,7 +172,7 @@ def load_experts(loader: Loader, prefix: str, spec: MoeSpec) -> MoeMlp:
     return MoeMlp(
         spec=spec,
         parallel=loader.parallel,
-        router=Linear(router.to(loader.device)),
+        router=loader.linear(router),
         correction=bias.to(loader.device) if bias is not None else None,
         experts=[expert(f"experts.{number}", spec.ffn) for number in range(count)],
         shared=expert(names.shared, spec.shared_ffn) if spec.shared_ffn else None,

@@ -82,8 +82,8 @@ def load_gated_delta(loader: Loader, prefix: str, net: RecurrentSpec) -> GatedDe
     return GatedDelta(
         spec=net.share(loader.parallel.size),
         eps=loader.spec.eps,
-        inputs=Linear(inputs.to(device)),
-        gate=Linear(gates.to(device), None, Fused.SILU),
+        inputs=loader.linear(inputs),
+        gate=loader.linear(gates, None, Fused.SILU),
         weights=_weights(loader, prefix, net),
         norm=norm.to(device),  # its weights are not stored less 1, other than those of this family's other norms
         out=loader.row_parallel(f"{prefix}out_proj", loader.spec.hidden, net.values, values, bias=False),

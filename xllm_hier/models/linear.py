@@ -6,6 +6,8 @@ sizes. Sizes that give the same bits for a given weight matrix form a class; a c
 each linear keeps one, for prompt rows and for generated rows apart:
 
     rows of a step, padded to the model's unit |<-- 256 -->|<-- 256 -->|<- 64 ->|
+
+All this is for torch's kernels. With `row_kernels` a row's bits are the same in any number of rows: nothing is padded.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from enum import Enum
 
 import torch
 import torch.nn.functional as F
+
+from .row_kernels import RowKernels
 
 # Relative cost of a row in a tile of so many rows, measured with bf16 on AMX: small tiles cannot fill the unit.
 PREFILL_TILE_COST = {32: 3.0, 64: 1.8, 128: 1.3, 256: 1.0}
@@ -67,18 +71,32 @@ class TileSizes:
 class Linear:
     """y = fused(x W^T + b [, other]) for weight W [out, in]; packed for the CPU where its kernels can.
 
-    `prefill` and `decode` are set by the load-time check; None means that rows run as they come.
+    `prefill` and `decode` are set by the load-time check; None means that rows run as they come. `out_dtype`, only with
+    `kernels`: of y, where it is not the weight's.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, fused: Fused = Fused.NONE) -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        fused: Fused = Fused.NONE,
+        *,
+        kernels: RowKernels | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
         self.out_features, self.in_features = weight.shape
         self.dtype, self.device = weight.dtype, weight.device
         self.nbytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
         self.bias, self.fused = bias, fused
         self.prefill: TileSizes | None = None
         self.decode: TileSizes | None = None
-        packed = can_pack(weight.dtype, weight.device)
-        self._product = _packed_product(weight, bias, fused) if packed else _plain_product(weight, bias, fused)
+        self.rows_invariant = kernels is not None
+        if kernels is not None:
+            self._product = kernels.product(weight, bias, fused.value, out_dtype)
+        elif can_pack(weight.dtype, weight.device):
+            self._product = _packed_product(weight, bias, fused)
+        else:
+            self._product = _plain_product(weight, bias, fused)
 
     @property
     def shape_key(self) -> tuple[int, int, str, torch.dtype]:
@@ -185,9 +203,14 @@ def cheapest_class(classes: Sequence[tuple[int, ...]], cost: dict[int, float]) -
 
 
 def choose_tiles(linears: Sequence[Linear], prefill: dict[int, float], decode: dict[int, float]) -> None:
-    """Set each linear's tile sizes; one check per distinct shape. A single allowed size needs no check."""
+    """Set each linear's tile sizes; one check per distinct shape. A single allowed size needs no check.
+
+    Linears whose rows are invariant need none.
+    """
     found: dict[tuple[int, int, str, torch.dtype], tuple[TileSizes, TileSizes]] = {}
     for linear in linears:
+        if linear.rows_invariant:
+            continue
         if linear.shape_key not in found:
             found[linear.shape_key] = (_choose(linear, prefill), _choose(linear, decode))
         linear.prefill, linear.decode = found[linear.shape_key]

@@ -24,6 +24,7 @@ from .linear import Fused, Linear
 from .parallel import RowParallel
 from .parts import Loader, rms_norm, tiles_of
 from .rope import rotate
+from .row_kernels import Product, RowKernels
 
 # The two inner norms take this one whatever `rms_norm_eps` says: read in transformers' models and in DeepSeek's own.
 _EPS = 1e-6
@@ -35,18 +36,24 @@ class HeadLinear(Linear):
     One batched product: five times faster than a packed linear per head at 16 heads, and all heads share its tiles.
     """
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor, kernels: RowKernels | None = None) -> None:
         self.heads, outputs, inputs = weight.shape
         self.in_features, self.out_features = self.heads * inputs, self.heads * outputs
         self.dtype, self.device, self.nbytes = weight.dtype, weight.device, weight.nbytes
         self.bias, self.fused = None, Fused.NONE
         self.prefill = self.decode = None
-        self._weight = weight.transpose(1, 2).clone(memory_format=torch.contiguous_format)
-        self._product = self._per_head
+        self.rows_invariant = kernels is not None
+        self._product = self._per_head if kernels is None else self._native(kernels, weight)
+        if kernels is None:
+            self._weight = weight.transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
     @property
     def shape_key(self) -> tuple[int, int, str, torch.dtype]:
         return self.in_features, self.out_features, f"{self.heads} heads", self.dtype
+
+    def _native(self, kernels: RowKernels, weight: torch.Tensor) -> Product:
+        product = kernels.product_per_head(weight)
+        return lambda x, _: product(x.view(len(x), self.heads, -1))
 
     def _per_head(self, x: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
         # The copy lies at the start of a buffer: a row's place in the step must not become its alignment in memory.
@@ -123,19 +130,20 @@ def _down(loader: Loader, prefix: str, latent: LatentSpec) -> Linear:
     if latent.q_lora_rank:
         rows = {"q_a_proj": latent.q_lora_rank, **rows}
     weights = [_read(loader, f"{prefix}{name}", count, loader.spec.hidden) for name, count in rows.items()]
-    return Linear(_halved(torch.cat(weights), latent).to(loader.device))
+    return loader.linear(_halved(torch.cat(weights), latent))
 
 
 def _queries(loader: Loader, prefix: str, latent: LatentSpec) -> Linear:
     name, inputs = ("q_b_proj", latent.q_lora_rank) if latent.q_lora_rank else ("q_proj", loader.spec.hidden)
     weight = _head_rows(loader, f"{prefix}{name}", latent.nope_dim + latent.rope_dim, inputs)
-    return Linear(_halved(weight, latent).flatten(0, 1).to(loader.device))
+    return loader.linear(_halved(weight, latent).flatten(0, 1))
 
 
 def _split_expansion(loader: Loader, name: str, latent: LatentSpec) -> tuple[HeadLinear, HeadLinear]:
     """W_UK, turned round, and W_UV of this rank's heads."""
     weight = _head_rows(loader, name, latent.nope_dim + latent.value_dim, latent.kv_lora_rank).to(loader.device)
-    return HeadLinear(weight[:, : latent.nope_dim].transpose(1, 2)), HeadLinear(weight[:, latent.nope_dim :])
+    keys, values = weight[:, : latent.nope_dim].transpose(1, 2), weight[:, latent.nope_dim :]
+    return HeadLinear(keys, loader.kernels), HeadLinear(values, loader.kernels)
 
 
 def _head_rows(loader: Loader, name: str, width: int, inputs: int) -> torch.Tensor:

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from ..errors import ConfigError
 from .decoder import Decoder, HiddenJoin, load_layer
 from .families import DecoderSpec
-from .linear import Linear
 from .parts import Loader
 from .rope import RopeTable
 from .weights import Checkpoint
@@ -78,7 +77,7 @@ def load_head(loader: Loader, target: Decoder, ropes: Mapping[str | None, RopeTa
         join=HiddenJoin(
             loader.norm(f"{names.embedding_norm}.weight"),
             loader.norm(f"{names.hidden_norm}.weight"),
-            Linear(weight.to(loader.device)),
+            loader.linear(weight),
         ),
     )
 

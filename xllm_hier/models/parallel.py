@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ..errors import StartupError
 from .linear import Fused, Linear, TileSizes
+from .row_kernels import RowKernels
 
 
 class TensorParallel:
@@ -134,12 +135,19 @@ class RowParallel:
     """
 
     def __init__(
-        self, parallel: TensorParallel, weight: torch.Tensor, bias: torch.Tensor | None = None, *, added: bool
+        self,
+        parallel: TensorParallel,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        added: bool,
+        kernels: RowKernels | None = None,
     ) -> None:
         self._parallel = parallel
         first = parallel.rank == 0
         self._adds = added and first
-        self.linear = Linear(weight, bias if first else None, Fused.ADD if self._adds else Fused.NONE)
+        fused = Fused.ADD if self._adds else Fused.NONE
+        self.linear = Linear(weight, bias if first else None, fused, kernels=kernels)
 
     def partial(self, x: torch.Tensor, tiles: TileSizes | None, residual: torch.Tensor | None = None) -> torch.Tensor:
         """This rank's summand, for a caller that adds more to it before it sums over the ranks."""

@@ -15,6 +15,7 @@ from .families import DecoderSpec
 from .linear import Fused, Linear, TileSizes
 from .parallel import RowParallel, TensorParallel
 from .rope import rotate
+from .row_kernels import RowKernels
 from .weights import Checkpoint
 
 
@@ -125,7 +126,7 @@ class DenseMlp:
 
 @dataclass(frozen=True)
 class Loader:
-    """Reads this rank's part of a checkpoint; `spec` is that of the whole model.
+    """Reads this rank's part of a checkpoint; `spec` is that of the whole model, `kernels` None computes with torch.
 
     All methods raise ConfigError for a tensor that is missing or has another shape.
     """
@@ -135,11 +136,17 @@ class Loader:
     dtype: torch.dtype
     device: torch.device
     parallel: TensorParallel
+    kernels: RowKernels | None = None
 
     def norm(self, name: str, width: int = 0) -> torch.Tensor:
         """A norm's weight in fp32, of `width` columns (0: the hidden size)."""
         weight = self.checkpoint.tensor(name, (width or self.spec.hidden,), torch.float32)
         return (weight + self.spec.norm_offset).to(self.device)
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None, fused: Fused = Fused.NONE) -> Linear:
+        """A linear of this weight, moved to the device."""
+        bias = bias.to(self.device) if bias is not None else None
+        return Linear(weight.to(self.device), bias, fused, kernels=self.kernels)
 
     def column_parallel(
         self, parts: Mapping[str, tuple[int, slice]], inputs: int, *, bias: bool, fused: Fused = Fused.NONE
@@ -151,13 +158,14 @@ class Loader:
             if bias:
                 biases.append(self.checkpoint.tensor(f"{name}.bias", (outputs,), self.dtype, rows=rows))
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        return Linear(weight.to(self.device), torch.cat(biases).to(self.device) if bias else None, fused)
+        return self.linear(weight, torch.cat(biases) if bias else None, fused)
 
     def row_parallel(self, name: str, outputs: int, inputs: int, columns: slice, *, bias: bool) -> RowParallel:
         """A linear whose inputs are split; the layer's residual is added unless a norm lies between."""
         weight = self.checkpoint.tensor(f"{name}.weight", (outputs, inputs), self.dtype, columns=columns)
         more = self.checkpoint.tensor(f"{name}.bias", (outputs,), self.dtype).to(self.device) if bias else None
-        return RowParallel(self.parallel, weight.to(self.device), more, added=not self.spec.post_norms)
+        added = not self.spec.post_norms
+        return RowParallel(self.parallel, weight.to(self.device), more, added=added, kernels=self.kernels)
 
 
 def load_self_attention(loader: Loader, prefix: str) -> SelfAttention:
@@ -193,7 +201,7 @@ def _gated_projections(loader: Loader, parts: Mapping[str, tuple[int, slice]]) -
     weights = [queries]
     for name, (outputs, rows) in others:
         weights.append(loader.checkpoint.tensor(f"{name}.weight", (outputs, hidden), loader.dtype, rows=rows))
-    return Linear(torch.cat(weights).to(loader.device)), Linear(gates.to(loader.device), None, Fused.SIGMOID)
+    return loader.linear(torch.cat(weights)), loader.linear(gates, None, Fused.SIGMOID)
 
 
 def _query_key_norm(loader: Loader, prefix: str, local: DecoderSpec) -> torch.Tensor:

@@ -19,9 +19,11 @@ import torch
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..host_memory import available_memory_bytes
+from ..models.row_kernels import RowKernels, open_kernels
 from .compute.attention import PagedAttention, find_query_tiles
 from .compute.device_attention import CudaAttention, NpuAttention, choose_attention
 from .compute.latent_attention import LatentAttention
+from .compute.native_attention import NativeAttention, NativeLatentAttention
 from .tiers.layer_copy import Copier, NativeCopier, TorchCopier
 
 log = logging.getLogger("xllm.worker")
@@ -139,6 +141,18 @@ class Platform:
             log.warning("copying with torch: %s", error)
             return TorchCopier()
 
+    def row_kernels(self, config: EngineConfig) -> RowKernels | None:
+        """The cpu's native kernels as `config.cpu_kernels` wants them; None computes with torch.
+
+        Raises:
+            ConfigError: they are asked for and cannot run.
+        """
+        if self.name == "cpu":
+            return open_kernels(config.cpu_kernels)
+        if config.cpu_kernels == "native":
+            raise ConfigError("cpu_kernels", "native", f"auto | torch on {self.name}")
+        return None
+
     def attention(
         self,
         *,
@@ -149,14 +163,17 @@ class Platform:
         block_size: int,
         windows: Sequence[int | None],
         first_position: int = 0,
+        kernels: RowKernels | None = None,
     ) -> PagedAttention:
         """The attention for these shapes: the device's kernel where a trial finds it right, else gathering.
 
-        Kernels know no `first_position`.
+        Kernels of devices know no `first_position`. `kernels`: those of the cpu.
         """
         sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
         sizes |= {"dtype": dtype, "device": self.device}
         more: dict[str, Any] = {"block_size": block_size, "windows": windows}
+        if kernels is not None:
+            return NativeAttention(kernels=kernels, **sizes, **more, first_position=first_position)
         if self.name == "cpu" or first_position:
             more |= {"tiles": find_query_tiles(**sizes), "first_position": first_position}
             attention = PagedAttention(**sizes, **more)
@@ -173,12 +190,18 @@ class Platform:
         block_size: int,
         windows: Sequence[int | None],
         first_position: int = 0,
+        kernels: RowKernels | None = None,
     ) -> LatentAttention:
-        """The attention over latents of `width` columns: gathering on every device, with equal bits found on cpu."""
+        """The attention over latents of `width` columns: by the cpu's `kernels`, else gathering.
+
+        Gathering has equal bits on cpu, by tiles that a trial finds.
+        """
         sizes: dict[str, Any] = {"heads": heads, "kv_heads": 1, "head_dim": width}
         sizes |= {"dtype": dtype, "device": self.device}
-        tiles = find_query_tiles(LatentAttention, **sizes)
         more: dict[str, Any] = {"block_size": block_size, "windows": windows, "first_position": first_position}
+        if kernels is not None:
+            return NativeLatentAttention(kernels=kernels, **sizes, **more)
+        tiles = find_query_tiles(LatentAttention, **sizes)
         attention = LatentAttention(**sizes, **more, tiles=tiles)
         attention.batch_invariant = self.name == "cpu"
         return attention

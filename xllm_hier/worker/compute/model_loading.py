@@ -15,6 +15,7 @@ from ...models.mtp import FIRST_POSITION, head_spec, load_head
 from ...models.parallel import TensorParallel
 from ...models.parts import Loader
 from ...models.rope import RopeTable
+from ...models.row_kernels import RowKernels
 from ...models.weights import Checkpoint
 from ..platform import Platform
 from .attention import PagedAttention
@@ -37,8 +38,11 @@ def load_model(
     *,
     progress: bool,
     target: Decoder | HfModel | None,
+    kernels: RowKernels | None = None,
 ) -> Decoder | HfModel:
     """One rank's share of the model of `config`; with `target`, of the multi-token prediction head in its checkpoint.
+
+    `kernels` None computes with torch's.
 
     Raises:
         ConfigError: the model cannot run as asked.
@@ -67,11 +71,11 @@ def load_model(
     }
     with Checkpoint(config.model, progress=progress) as checkpoint:
         if isinstance(target, Decoder):
-            loader = Loader(head_spec(spec), checkpoint, facts.dtype, platform.device, parallel)
+            loader = Loader(head_spec(spec), checkpoint, facts.dtype, platform.device, parallel, kernels)
             model = load_head(loader, target, ropes)
         else:
-            model = load_decoder(Loader(spec, checkpoint, facts.dtype, platform.device, parallel), ropes)
-    if config.batch_invariant:
+            model = load_decoder(Loader(spec, checkpoint, facts.dtype, platform.device, parallel, kernels), ropes)
+    if config.batch_invariant and kernels is None:
         _choose_tiles(model, config.prefill_tile_rows)
     return model
 
@@ -89,7 +93,9 @@ def _own_spec(config: EngineConfig, facts: ModelFacts) -> DecoderSpec | None:
         return None
 
 
-def make_attention(model: Decoder | HfModel, facts: ModelFacts, platform: Platform) -> PagedAttention:
+def make_attention(
+    model: Decoder | HfModel, facts: ModelFacts, platform: Platform, kernels: RowKernels | None = None
+) -> PagedAttention:
     """The attention of all layers of `model`, over blocks that are bound later."""
     shape = model.spec if isinstance(model, Decoder) else model
     first_position = FIRST_POSITION if isinstance(model, Decoder) and model.join else 0
@@ -101,6 +107,7 @@ def make_attention(model: Decoder | HfModel, facts: ModelFacts, platform: Platfo
             block_size=facts.block_size,
             windows=shape.windows,
             first_position=first_position,
+            kernels=kernels,
         )
     return platform.attention(
         heads=shape.heads,
@@ -110,6 +117,7 @@ def make_attention(model: Decoder | HfModel, facts: ModelFacts, platform: Platfo
         block_size=facts.block_size,
         windows=shape.windows,
         first_position=first_position,
+        kernels=kernels,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,15 +19,20 @@ from ...models.parallel import TensorParallel
 from ...plans import Forward, SequenceRows
 from ...request_messages import TokenLogprob
 from ..platform import Platform
+from .attention import PagedAttention
 from .block_layouts import cache_layout, keeps_windows_apart
 from .model_facts import ModelFacts
 from .model_loading import load_model, make_attention, make_states
+from .native_attention import NativeAttention
 from .numerics import model_details
+from .row_check import find_difference
 from .sampler import sample, token_logprobs
 from .step_layout import StepLayout, sampled
 
 if TYPE_CHECKING:
     from ...models.hf_model import HfModel
+
+log = logging.getLogger("xllm.worker")
 
 # Prompt log probabilities take vocab x 4 bytes per row; so many rows at a time bound it.
 _HEAD_ROWS = 32
@@ -78,10 +84,8 @@ class ModelRunner:
         self.facts = facts = ModelFacts.read(config, size)
         target = head_of.model if head_of is not None else None
         with torch.inference_mode():
-            self.model: Decoder | HfModel = load_model(
-                config, facts, self.platform, self.parallel, progress=progress, target=target
-            )
-            self._attention = make_attention(self.model, facts, self.platform)
+            self.model: Decoder | HfModel
+            self.model, self._attention = self._load(config, target, progress=progress)
             self._states = make_states(self.model, facts, self.platform)
         _check_chunks(config, self.scan_tokens)
         self._takes_hidden = head_of is not None and head_of.is_recurrent
@@ -105,6 +109,27 @@ class ModelRunner:
         self._step: StepLayout | None = None  # of the last plan
         self.last_logits = self._hidden = self._hidden_blocks = torch.empty(0)
         self._drawn: list[int] = []  # the rows of _hidden that were sampled from
+
+    def _load(
+        self, config: EngineConfig, target: Decoder | HfModel | None, *, progress: bool
+    ) -> tuple[Decoder | HfModel, PagedAttention]:
+        """The model and its attention, with native kernels where the check of their rows passes."""
+        kernels = self.platform.row_kernels(config)
+        while True:
+            model = load_model(
+                config, self.facts, self.platform, self.parallel, progress=progress, target=target, kernels=kernels
+            )
+            attention = make_attention(model, self.facts, self.platform, kernels)
+            if kernels is None or not isinstance(model, Decoder) or not isinstance(attention, NativeAttention):
+                return model, attention
+            difference = find_difference(model, attention)
+            if self.parallel.agree(int(not difference)):
+                log.info("computing with native kernels: %s", kernels.name)
+                return model, attention
+            if config.cpu_kernels == "native":
+                raise ConfigError("cpu_kernels", "native", f"auto | torch here: rows differ in {difference}")
+            log.warning("computing with torch's CPU kernels: rows differ in %s", difference or "another rank")
+            kernels = None
 
     @cached_property
     def identity(self) -> ModelIdentity:

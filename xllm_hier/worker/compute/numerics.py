@@ -14,6 +14,7 @@ from ...models.decoder import Decoder
 from ...models.linear import Linear, can_pack
 from .attention import PagedAttention
 from .model_facts import ModelFacts
+from .native_attention import NativeAttention
 from .recurrent_state import RecurrentStates
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ def model_details(
     prefill = [*model.linears(), *model.grouped_linears()] if isinstance(model, Decoder) else []
     decode = [*prefill, model.head] if isinstance(model, Decoder) else []
     equal_bits = attention.batch_invariant and (states is None or device.type == "cpu")
+    kernels = attention.kernels if isinstance(attention, NativeAttention) else None
+    native = isinstance(model, Decoder) and model.rows_invariant and kernels is not None
     details = ModelDetails(
         family=facts.hf_config.model_type,
         implementation="own" if own else "hf",
@@ -46,8 +49,10 @@ def model_details(
         tp_size=tp_size,
         experts=facts.has_experts,
         cpu_capability=torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else "",
-        packed_weights=own and can_pack(facts.dtype, device),
+        packed_weights=own and (native or can_pack(facts.dtype, device)),
         batch_invariant=own and batch_invariant and equal_bits,
+        rows_invariant=native and batch_invariant and states is None,
+        cpu_kernels=kernels.name if kernels is not None else "",
         attention=attention.kernel,
         query_tiles=list(attention.tiles),
         prefill_tiles={_label(linear): list(linear.prefill.sizes) for linear in prefill if linear.prefill},
@@ -78,8 +83,11 @@ def _numerics_id(details: ModelDetails) -> str:
     """The same for two workers of equal weights exactly when they compute equal bits, as far as is known."""
     facts = asdict(details) | {"torch": torch.__version__}
     del facts["numerics_id"]
+    if details.rows_invariant:
+        del facts["threads"]
     if details.scan_tokens is None:
         del facts["scan_tokens"]
     digest = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=6).hexdigest()
     place = details.cpu_capability or details.device
-    return f"{details.implementation}-{place}-{details.dtype}-t{details.threads}-{digest}"
+    threads = "" if details.rows_invariant else f"-t{details.threads}"
+    return f"{details.implementation}-{place}-{details.dtype}{threads}-{digest}"

@@ -1,0 +1,412 @@
+"""Native kernels of the CPU: a row's bits depend on what it is made of and on nothing else; bad calls are errors."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+import torch.nn.functional as F
+from tiny_models import Driver, generated, prompt_part, random_prompt, random_table
+
+from xllm_hier.config import EngineConfig
+from xllm_hier.errors import ConfigError
+from xllm_hier.models import row_kernels
+from xllm_hier.models.linear import Fused, Linear
+from xllm_hier.models.row_kernels import RowKernels, open_kernels
+from xllm_hier.worker.compute import model_runner, row_check
+from xllm_hier.worker.compute.attention import Span
+from xllm_hier.worker.compute.native_attention import NativeAttention, NativeLatentAttention
+from xllm_hier.worker.platform import Platform
+
+KERNELS = open_kernels("auto")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ROWS = (1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 33, 63, 64, 65, 100, 255, 256)
+
+pytestmark = pytest.mark.skipif(KERNELS is None, reason="this machine has no AVX2, or the extension is not built")
+
+
+@pytest.fixture(params=["own", "widened"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[RowKernels]:
+    """Both ways to multiply 16-bit numbers, where the machine has two."""
+    found = open_kernels("native", own_bf16=request.param == "own")
+    assert found is not None
+    if request.param == "own" and not found.own_bf16:
+        pytest.skip("this machine multiplies no bfloat16")
+    yield found
+    open_kernels("native")
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ---------------------------------------------------------------------------------------------------- linear
+
+
+@pytest.mark.parametrize("fused", list(Fused))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("outputs", "inputs"), [(1024, 576), (100, 77), (64, 1536)])
+def test_a_row_of_a_product_has_the_same_bits_among_any_rows(kernels, outputs, inputs, dtype, fused) -> None:
+    weight, bias = (random(outputs, inputs, seed=1) * inputs**-0.5).to(dtype), random(outputs, seed=2).to(dtype)
+    x, other = random(320, inputs, seed=3).to(dtype), random(320, outputs, seed=4).to(dtype)
+    product = kernels.product(weight, bias, fused.value)
+    two = fused in (Fused.ADD, Fused.MUL)
+    whole = product(x, other if two else None)
+    for rows in ROWS:
+        for start in {0, 5, 320 - rows} if rows <= 315 else {0}:
+            part = slice(start, start + rows)
+            assert torch.equal(product(x[part], other[part] if two else None), whole[part])
+    for count in (1, 2, 3):
+        with threads(count):
+            assert torch.equal(product(x, other if two else None), whole)
+
+
+@pytest.mark.parametrize("fused", list(Fused))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_product_is_as_near_to_the_exact_one_as_torchs(kernels, dtype, fused) -> None:
+    inputs, outputs = 2816, 200
+    weight, bias = (random(outputs, inputs, seed=1) * inputs**-0.5).to(dtype), random(outputs, seed=2).to(dtype)
+    x, other = random(64, inputs, seed=3).to(dtype), random(64, outputs, seed=4).to(dtype)
+    two = fused in (Fused.ADD, Fused.MUL)
+    exact = Linear(weight.double(), bias.double(), fused).one_tile(x.double(), other.double() if two else None)
+    errors = [
+        float((linear.one_tile(x, other if two else None).double() - exact).abs().mean())
+        for linear in (Linear(weight, bias, fused, kernels=kernels), Linear(weight, bias, fused))
+    ]
+    assert errors[0] <= 1.25 * errors[1] + 1e-9
+
+
+def test_logits_leave_a_product_of_16_bits_unrounded(kernels) -> None:
+    weight, x = random(40, 64, seed=1).to(torch.bfloat16), random(3, 64, seed=2).to(torch.bfloat16)
+    y = kernels.product(weight, None, "none", torch.float32)(x, None)
+    assert y.dtype is torch.float32
+    assert torch.allclose(y.double(), x.double() @ weight.double().T, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_head_has_its_own_matrix(kernels, dtype) -> None:
+    weight, x = random(4, 24, 40, seed=1).to(dtype), random(70, 4, 64, seed=2).to(dtype)[..., :40]
+    product = kernels.product_per_head(weight)
+    whole = product(x)
+    assert torch.allclose(
+        whole.double(), torch.einsum("rhi,hoi->rho", x.double(), weight.double()), rtol=0.02, atol=0.1
+    )
+    for rows in (1, 3, 64, 65):
+        assert torch.equal(product(x[70 - rows :]), whole[70 - rows :])
+
+
+@pytest.mark.parametrize(
+    ("x", "other", "words"),
+    [
+        (torch.zeros(3, 7), None, r"x is \[3, 7\]"),
+        (torch.zeros(8), None, r"x is \[8\]"),
+        (torch.zeros(3, 8, dtype=torch.float64), None, "float64"),
+        (torch.zeros(8, 3).T, None, "side by side"),
+        (torch.zeros(3, 8), torch.zeros(3, 4), "takes no other"),
+    ],
+)
+def test_a_product_of_other_shapes_is_an_error(x, other, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        KERNELS.product(torch.zeros(4, 8), None, "none")(x, other)
+
+
+@pytest.mark.parametrize("other", [None, torch.zeros(2, 4), torch.zeros(3, 5)])
+def test_another_operand_that_does_not_fit_is_an_error(other) -> None:
+    with pytest.raises(ValueError, match="other"):
+        KERNELS.product(torch.zeros(4, 8), None, "add")(torch.zeros(3, 8), other)
+
+
+def test_weights_that_no_kernel_takes_are_errors() -> None:
+    with pytest.raises(ValueError, match="float64"):
+        KERNELS.product(torch.zeros(4, 8, dtype=torch.float64), None, "none")
+    with pytest.raises(ValueError, match="bias"):
+        KERNELS.product(torch.zeros(4, 8), torch.zeros(5), "none")
+
+
+def test_no_rows_give_no_rows() -> None:
+    assert KERNELS.product(torch.zeros(4, 8), None, "silu")(torch.zeros(0, 8), None).shape == (0, 4)
+
+
+# ------------------------------------------------------------------------------------------------- attention
+
+# heads, KV heads, width of a head, block size, window, first position, tensors of a block
+SHAPES = {
+    "grouped": (16, 8, 64, 32, None, 0, 2),
+    "one KV head": (8, 1, 80, 16, None, 0, 2),
+    "window": (6, 2, 20, 24, 100, 0, 2),
+    "window of a tile": (4, 4, 16, 16, 256, 0, 2),
+    "head of a model": (4, 4, 16, 16, None, 1, 2),
+    "latents": (16, 1, 576, 32, None, 0, 1),
+    "more heads than a query block": (72, 1, 24, 16, None, 0, 1),
+}
+TOKENS = 700
+CUTS = [(0, 1), (1, 3), (3, 250), (250, 256), (256, 257), (257, 300), (300, 512), (512, 699), (699, 700)]
+
+
+class Paged:
+    """A sequence of random queries, keys and values in blocks at random places."""
+
+    def __init__(self, kernels: RowKernels, shape: str, dtype: torch.dtype) -> None:
+        self.heads, self.kv_heads, self.width, self.block, self.window, self.first, tensors = SHAPES[shape]
+        kind = NativeAttention if tensors == 2 else NativeLatentAttention
+        sizes = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.width, "block_size": self.block}
+        more = {"windows": (self.window,), "first_position": self.first}
+        self.attention = kind(kernels=kernels, dtype=dtype, device=torch.device("cpu"), **sizes, **more)
+        count = -(-TOKENS // self.block)
+        self.cache = random(count + 5, tensors, self.block, self.kv_heads, self.width, seed=5).to(dtype)
+        self.attention.bind([self.cache])
+        self.table = np.random.default_rng(7).permutation(count + 5)[:count].astype(np.int32)
+        self.q = random(TOKENS, self.heads, self.width, seed=6).to(dtype)
+
+    def span(self, start: int, stop: int, row: int = 0) -> Span:
+        return Span(start, stop, row, self.table, stop, start)
+
+    def attended(self, *spans: Span) -> torch.Tensor:
+        """The spans' rows, behind each other; nothing is written to the cache."""
+        rows = sum(span.stop - span.start for span in spans)
+        q = torch.cat([self.q[span.start : span.stop] for span in spans])
+        self.attention.prepare(list(spans), [], rows)
+        unused = q[:, : self.kv_heads]
+        return self.attention(0, q, unused, unused, self.width**-0.5).clone().view(rows, self.heads, self.width)
+
+    def exact(self) -> torch.Tensor:
+        lines = self.cache[torch.from_numpy(self.table).long()].double().transpose(1, 2).flatten(0, 1)[:TOKENS]
+        keys, values = lines[:, 0], lines[:, -1]
+        group = self.heads // self.kv_heads
+        keys, values = (part.repeat_interleave(group, 1) for part in (keys, values))
+        scores = torch.einsum("rhd,khd->hrk", self.q.double(), keys) * self.width**-0.5
+        distance = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)[None]
+        hidden = (distance < 0) | (torch.arange(TOKENS)[None] < self.first)
+        if self.window is not None:
+            hidden |= distance >= self.window
+        return torch.einsum("hrk,khd->rhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_attends_with_the_same_bits_in_any_cut_of_its_prompt(kernels, shape, dtype) -> None:
+    paged = Paged(kernels, shape, dtype)
+    first = paged.first
+    whole = paged.attended(paged.span(first, TOKENS))
+    exact = paged.exact()[first:]
+    assert float((whole.double() - exact).abs().max()) < {torch.float32: 1e-5, torch.bfloat16: 0.02}.get(dtype, 0.002)
+    for count in (1, 2, 5):
+        with threads(count):
+            assert torch.equal(paged.attended(paged.span(first, TOKENS)), whole)
+            for start, stop in CUTS:
+                if (start := max(start, first)) < stop:
+                    part = paged.attended(paged.span(start, stop))
+                    assert torch.equal(part, whole[start - first : stop - first])
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_sequences_of_a_step_do_not_see_each_other(kernels, count) -> None:
+    paged = Paged(kernels, "grouped", torch.bfloat16)
+    whole = paged.attended(paged.span(0, TOKENS))
+    cuts = [(699, 700), (10, 90), (512, 513), (0, 1), (256, 600)]
+    rows = np.cumsum([0, *(stop - start for start, stop in cuts)])
+    with threads(count):
+        together = paged.attended(*(paged.span(*cut, row=int(row)) for cut, row in zip(cuts, rows, strict=False)))
+    assert torch.equal(together, torch.cat([whole[start:stop] for start, stop in cuts]))
+
+
+def test_what_has_slid_out_of_a_window_and_what_lies_behind_a_sequence_is_not_read(kernels) -> None:
+    paged = Paged(kernels, "window", torch.float32)
+    before = paged.attended(paged.span(500, 640))
+    gone = (500 - 99) // paged.block
+    paged.cache[paged.table[:gone].tolist()] = torch.nan
+    paged.cache[paged.table[-(-640 // paged.block) :].tolist()] = torch.nan
+    paged.cache[paged.table[640 // paged.block], :, 640 % paged.block :] = torch.nan
+    paged.table[:gone] = -1
+    assert torch.equal(paged.attended(paged.span(500, 640)), before)
+
+
+def test_rows_that_nobody_wants_may_be_left_out_and_all_others_keep_their_bits(kernels) -> None:
+    paged = Paged(kernels, "grouped", torch.float32)
+    whole = paged.attended(paged.span(0, TOKENS))
+    paged.attention.prepare([replace(paged.span(0, TOKENS), wanted_from=650)], [], TOKENS)
+    unused = paged.q[:, : paged.kv_heads]
+    some = paged.attention(0, paged.q, unused, unused, paged.width**-0.5, wanted_only=True)
+    assert torch.equal(some.view_as(whole)[650:], whole[650:])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"q": torch.zeros(8, 4, 15)}, "q is"),
+        ({"q": torch.zeros(4, 4, 16)}, "more rows"),
+        ({"out": torch.zeros(8, 4, 16, dtype=torch.float64)}, "out is"),
+        ({"q": torch.zeros(8, 16, 4).transpose(1, 2)}, "side by side"),
+        ({"q": torch.zeros(8, 3, 16), "out": torch.zeros(8, 3, 16)}, "multiple of kv_heads"),
+        ({"spans": np.array([[0, 4, 4, 0, 0]])}, "outside"),
+        ({"spans": np.array([[0, 4, 12, 0, 1]])}, "outside"),
+        ({"spans": np.array([[-1, 4, 12, 0, 0]])}, "outside"),
+        ({"tables": np.array([0, 9], np.int32)}, "names block 9 of 3"),
+        ({"tables": np.array([0], np.int32)}, "outside"),
+        ({"first_position": 5}, "outside"),
+    ],
+)
+def test_an_attention_that_would_read_elsewhere_is_an_error(changes, words) -> None:
+    call = {
+        "q": torch.zeros(8, 4, 16),
+        "cache": torch.zeros(3, 2, 8, 2, 16),
+        "out": torch.zeros(8, 4, 16),
+        "spans": np.array([[0, 4, 12, 0, 0]], np.int64),
+        "tables": np.array([0, 1], np.int32),
+        "first_position": 0,
+        **changes,
+    }
+    with pytest.raises(ValueError, match=words):
+        KERNELS.attention(**call, scale=1.0, window=None)
+
+
+# ---------------------------------------------------------------------------------------------------- models
+
+FAMILIES = ["llama", "qwen3", "gemma3", "mixtral", "deepseek_v2", "deepseek_v3"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_generated_row_has_the_bits_of_a_prompts_row_on_one_thread_and_on_two(tmp_path, family, dtype) -> None:
+    """Logits of each token, and keys and values of all: as one prompt, and token by token behind a short one."""
+    folder, tokens, table = tiny_models.make(tmp_path, family, dtype), random_prompt(70), random_table(5)
+    seen, ids = [], set()
+    for num_threads in (1, 2):
+        driver = Driver(folder, num_threads=num_threads)
+        assert driver.runner.details.rows_invariant
+        ids.add(driver.runner.details.numerics_id)
+        for first in (30, 70):
+            driver.poison()
+            driver.step([prompt_part(tokens[:first], table)])
+            for position in range(first, 70):
+                driver.step([], [generated(tokens, table, position)])
+            seen.append((driver.logits.clone(), driver.blocks(table, 70)))
+    logits, blocks = seen[0]
+    assert not blocks.isnan().any()
+    assert all(torch.equal(logits, other) and torch.equal(blocks, same) for other, same in seen)
+    assert len(ids) == 1
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral", "deepseek_v3"])
+def test_torchs_kernels_give_the_same_up_to_rounding(tmp_path, family) -> None:
+    folder, tokens, table = tiny_models.make(tmp_path, family), random_prompt(90), random_table(6)
+    found = []
+    for kernels in ("native", "torch"):
+        driver = Driver(folder, cpu_kernels=kernels)
+        driver.step([prompt_part(tokens, table)])
+        found.append(driver.logits.clone())
+    assert float((found[0] - found[1]).abs().max()) < 1e-4
+
+
+def test_recurrent_layers_keep_two_kinds_of_rows(tmp_path) -> None:
+    config = EngineConfig(model=str(tiny_models.make(tmp_path, "qwen3_next")), block_size=16)
+    details = model_runner.ModelRunner(config, progress=False).details
+    assert details.cpu_kernels and details.batch_invariant and not details.rows_invariant
+
+
+# ------------------------------------------------------------------------------------------- choice at load
+
+
+def test_where_the_check_fails_the_model_computes_with_torch_and_says_so(tmp_path, monkeypatch, caplog) -> None:
+    folder = tiny_models.make(tmp_path, "llama")
+    monkeypatch.setattr(model_runner, "find_difference", lambda *_: "the linear X")
+    with caplog.at_level(logging.WARNING):
+        details = Driver(folder).runner.details
+    assert (details.cpu_kernels, details.rows_invariant, details.batch_invariant) == ("", False, True)
+    assert "rows differ in the linear X" in caplog.text
+    with pytest.raises(ConfigError, match=r"cpu_kernels.*rows differ in the linear X"):
+        Driver(folder, cpu_kernels="native")
+
+
+def test_the_check_finds_a_linear_and_an_attention_whose_rows_depend_on_others(tmp_path, monkeypatch) -> None:
+    runner = Driver(tiny_models.make(tmp_path, "llama")).runner
+    model, attention = runner.model, runner._attention
+    assert row_check.find_difference(model, attention) == ""
+    first = model.layers[0].mlp.linears()[0]  # of equal shapes the first is tried
+    right = first._product
+    monkeypatch.setattr(first, "_product", lambda x, other: right(x, other) + (1e-3 if len(x) == 17 else 0.0))
+    assert str(first.shape_key) in row_check.find_difference(model, attention)
+    monkeypatch.setattr(first, "_product", right)
+    attend = NativeAttention._attend
+
+    def disturbed(self: NativeAttention, layer: int, q: torch.Tensor, scale: float, wanted_only: bool) -> None:
+        attend(self, layer, q, scale, wanted_only)
+        if len(self._spans) == 1 and self._spans[0, 1] == 256:
+            self._output[0] += 1e-3
+
+    monkeypatch.setattr(NativeAttention, "_attend", disturbed)
+    assert row_check.find_difference(model, attention) == "attention with window None"
+
+
+def test_without_the_extension_torch_computes_and_native_is_refused(monkeypatch, caplog) -> None:
+    def lacking() -> None:
+        raise ImportError("no module named _cpu_kernels")
+
+    monkeypatch.setattr(row_kernels, "_library", lacking)
+    with caplog.at_level(logging.WARNING):
+        assert open_kernels("auto") is None
+    assert "no module named _cpu_kernels" in caplog.text
+    with pytest.raises(ConfigError, match=r"cpu_kernels.*native.*auto \| torch"):
+        open_kernels("native")
+
+
+def test_native_kernels_are_refused_on_other_devices_and_torchs_can_be_asked_for() -> None:
+    platform = Platform("cuda", torch.device("cpu"))
+    with pytest.raises(ConfigError, match="cpu_kernels"):
+        platform.row_kernels(EngineConfig(model="x", cpu_kernels="native"))
+    assert platform.row_kernels(EngineConfig(model="x")) is None
+    assert open_kernels("torch") is None
+
+
+CHECK = """
+import sys, torch
+sys.path.insert(0, {tests!r})
+import tiny_models
+from pathlib import Path
+for family, dtype in (("gemma3", torch.bfloat16), ("deepseek_v2", torch.float32), ("mixtral", torch.float16)):
+    folder = Path({folder!r}) / family
+    folder.mkdir()
+    details = tiny_models.Driver(tiny_models.make(folder, family, dtype), cpu_kernels="native").runner.details
+    print(details.cpu_kernels, details.rows_invariant)
+"""
+
+
+@pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE", "AVX512_CORE_BF16"])
+def test_the_check_at_load_passes_with_fewer_instructions(tmp_path: Path, isa: str) -> None:
+    """oneDNN generates kernels of lesser machines when told so; bfloat16 without instructions of its own is widened."""
+    code = CHECK.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
+    environ = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3 and all(line.endswith(" True") for line in lines)
+    if isa == "AVX2":
+        assert not any("bf16" in line for line in lines)
+
+
+def test_an_activation_far_out_is_finite_and_right() -> None:
+    x = torch.tensor([[-1e4, -100.0, -1.0, 0.0, 1.0, 100.0, 1e4, float("nan")]])
+    for fused, expected in ((Fused.SILU, F.silu(x)), (Fused.GELU_TANH, F.gelu(x, approximate="tanh"))):
+        product = KERNELS.product(torch.eye(1), None, fused.value)
+        found = torch.cat([product(value.view(1, 1), None) for value in x[0]])[:, 0]
+        assert torch.allclose(found[:7], expected[0, :7], atol=1e-6) and found[7].isnan()

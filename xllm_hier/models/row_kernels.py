@@ -1,0 +1,206 @@
+"""The CPU's native kernels, whose rows do not depend on their neighbours: a small face over the C++ extension.
+
+A row's bits are the same for any number of rows, any threads and any place in a step (docs/native.md). The torch code
+in `linear`, `parts`, `rope` and the worker's `attention` is their reference, and runs where they are not there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..errors import ConfigError
+
+log = logging.getLogger("xllm.worker")
+
+Product = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_FUSED = {name: number for number, name in enumerate(("none", "silu", "gelu", "gelu_tanh", "sigmoid", "add", "mul"))}
+
+
+@dataclass(frozen=True)
+class RowKernels:
+    """The kernels as this machine has them.
+
+    `instructions`: avx2 or avx512. `own_bf16`: products of bfloat16 are the machine's own (AVX512_BF16, AMX); elsewhere
+    16-bit numbers are widened, and multiplied in fp32.
+    """
+
+    instructions: str
+    own_bf16: bool
+
+    @property
+    def name(self) -> str:
+        """For logs and the numerics id."""
+        return f"{self.instructions}{'-bf16' if self.own_bf16 else ''}"
+
+    def product(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, fused: str, out_dtype: torch.dtype | None = None
+    ) -> Product:
+        """fused(x W^T + b [, other]) for weight [out, in], which is packed and not needed any more.
+
+        The answer takes x [rows, in] and, with `add` and `mul`, other [rows, out], of the weight's dtype, and gives
+        [rows, out] of `out_dtype` (None: the weight's). It raises ValueError for other shapes or dtypes.
+        """
+        outputs, inputs = weight.shape
+        packed, dtype = self._pack(weight[None], bias), weight.dtype
+        out_dtype, number = out_dtype or dtype, _FUSED[fused]
+        takes_other = fused in ("add", "mul")
+
+        def run(x: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
+            _check(x, (inputs,), dtype, "x")
+            if (other is not None) is not takes_other:
+                raise ValueError(f"a product with {fused} takes {'an' if takes_other else 'no'} other operand")
+            if other is not None:
+                _check(other, (outputs,), dtype, "other")
+                if len(other) != len(x):
+                    raise ValueError(f"other has {len(other)} rows, x {len(x)}")
+            out = torch.empty(len(x), outputs, dtype=out_dtype)
+            place, stride = (other.data_ptr(), other.stride(0)) if other is not None else (0, 0)
+            _library().linear(
+                packed,
+                len(x),
+                x.data_ptr(),
+                x.stride(0),
+                0,
+                number,
+                place,
+                stride,
+                0,
+                out.data_ptr(),
+                outputs,
+                0,
+                _TYPES[out_dtype],
+                torch.get_num_threads(),
+            )
+            return out
+
+        return run
+
+    def product_per_head(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Rows [rows, heads, in] to [rows, heads, out] for weight [heads, out, in]; errors as of `product`."""
+        heads, outputs, inputs = weight.shape
+        packed, dtype = self._pack(weight, None), weight.dtype
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            _check(x, (heads, inputs), dtype, "x")
+            out = torch.empty(len(x), heads, outputs, dtype=dtype)
+            _library().linear(
+                packed,
+                len(x),
+                x.data_ptr(),
+                x.stride(0),
+                x.stride(1),
+                0,
+                0,
+                0,
+                0,
+                out.data_ptr(),
+                heads * outputs,
+                outputs,
+                _TYPES[dtype],
+                torch.get_num_threads(),
+            )
+            return out
+
+        return run
+
+    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> object:
+        if weight.dtype not in _TYPES or weight.device.type != "cpu":
+            raise ValueError(f"the weight is {weight.dtype} on {weight.device}; allowed: fp32, bf16, fp16 on cpu")
+        weight, (count, outputs, inputs) = weight.contiguous(), weight.shape
+        wide = bias.float().contiguous() if bias is not None else None
+        if wide is not None and wide.shape != (outputs,):
+            raise ValueError(f"the bias is {tuple(wide.shape)}, not ({outputs},)")
+        place = wide.data_ptr() if wide is not None else 0
+        return _library().pack(weight.data_ptr(), count, outputs, inputs, _TYPES[weight.dtype], place)
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        out: torch.Tensor,
+        spans: NDArray[np.int64],
+        tables: NDArray[np.int32],
+        *,
+        scale: float,
+        window: int | None,
+        first_position: int,
+    ) -> None:
+        """Attend all rows of `spans` [n, 5] (row, start, stop, wanted_from, first entry in `tables`) over a cache
+        [blocks, tensors, block_size, kv_heads, head_dim]; q and out are [rows, heads, head_dim].
+
+        Rows before `wanted_from` may be left out. Raises ValueError for shapes, dtypes or spans that do not fit.
+        """
+        _, tensors, block_size, kv_heads, head_dim = cache.shape
+        heads = q.shape[1]
+        _check(q, (heads, head_dim), cache.dtype, "q")
+        _check(out, (heads, head_dim), cache.dtype, "out")
+        if not cache.is_contiguous() or q.stride(1) != head_dim or out.stride(1) != head_dim:
+            raise ValueError("the cache and the heads of a row must be contiguous")
+        if len(spans) and int((spans[:, 0] + spans[:, 2] - spans[:, 1]).max()) > min(len(q), len(out)):
+            raise ValueError("a span has more rows than q or out")
+        if len(tables) and int(tables.max()) >= len(cache):
+            raise ValueError(f"a block table names block {int(tables.max())} of {len(cache)}")
+        _library().attention(
+            _TYPES[cache.dtype],
+            cache.data_ptr(),
+            tensors,
+            block_size,
+            kv_heads,
+            head_dim,
+            heads,
+            q.data_ptr(),
+            q.stride(0),
+            out.data_ptr(),
+            out.stride(0),
+            scale,
+            window or 0,
+            first_position,
+            spans,
+            tables,
+            torch.get_num_threads(),
+        )
+
+
+def open_kernels(wanted: str, instructions: str = "", *, own_bf16: bool = True) -> RowKernels | None:
+    """The kernels, or None for torch's: `wanted` is a value of `--cpu_kernels`.
+
+    `instructions` and `own_bf16` False ask for less than the machine has.
+
+    Raises:
+        ConfigError: `native` is wanted, and the extension is not built or this machine or torch cannot run it.
+    """
+    if wanted == "torch":
+        return None
+    libtorch = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        used = _library().open(str(libtorch), instructions, own_bf16)
+    except (ImportError, RuntimeError) as error:
+        if wanted == "native":
+            raise ConfigError("cpu_kernels", "native", f"auto | torch on this machine ({error})") from error
+        log.warning("computing with torch's CPU kernels: %s", error)
+        return None
+    return RowKernels(str(used["instructions"]), bool(used["bf16"]))
+
+
+def _library() -> ModuleType:
+    from .. import _cpu_kernels
+
+    return _cpu_kernels
+
+
+def _check(x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
+    if x.shape[1:] != shape or x.dtype is not dtype or x.device.type != "cpu":
+        allowed = f"[rows, {', '.join(map(str, shape))}] of {dtype} on cpu"
+        raise ValueError(f"{name} is {list(x.shape)} of {x.dtype} on {x.device}, not {allowed}")
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        raise ValueError(f"the columns of {name} are not side by side")
