@@ -259,7 +259,8 @@ class Bench:
 
     def greedy(self, prompt: list[int], table: list[int], cuts: list[int]) -> tuple[list[int], list[torch.Tensor]]:
         """Tokens and their logits; the prompt is computed in chunks between `cuts`, the first of which is the hit."""
-        from xllm_hier.plans import Forward, SequenceRows, ints
+        from xllm_hier.ints import ints
+        from xllm_hier.plans import Forward, SequenceRows
         from xllm_hier.request_messages import SamplingSpec
 
         logits, tokens = [], list(prompt)
@@ -276,7 +277,8 @@ class Bench:
             output = self.forward(Forward(0, [], [], [row]))
 
     def offload(self, device: list[int], host: list[int]) -> bool:
-        from xllm_hier.plans import BlockMapping, OffloadCopied, TransferKvBlocks, ints
+        from xllm_hier.ints import ints
+        from xllm_hier.plans import BlockMapping, OffloadCopied, TransferKvBlocks
 
         hashes = _hashes(host)
         self.transfer.offload(TransferKvBlocks(1, [BlockMapping("KV", ints(device), ints(host), hashes)]))
@@ -285,7 +287,8 @@ class Bench:
         return isinstance(copied, OffloadCopied) and copied.num_blocks == len(device)
 
     def load(self, device: list[int], host: list[int], batch_id: int = 2) -> None:
-        from xllm_hier.plans import BlockMapping, TransferBlocks, ints
+        from xllm_hier.ints import ints
+        from xllm_hier.plans import BlockMapping, TransferBlocks
 
         self.transfer.load_from_host(
             TransferBlocks(batch_id, [BlockMapping("KV", ints(device), ints(host), _hashes(host))])
@@ -383,7 +386,8 @@ class Caches:
         host.copy_(torch.randint(0, 256, host.shape, dtype=torch.uint8, generator=generator))
 
     def parts(self, device: Any, host: Any) -> Any:
-        from xllm_hier.plans import BlockMapping, ints
+        from xllm_hier.ints import ints
+        from xllm_hier.plans import BlockMapping
 
         return [(self.domain, BlockMapping("KV", ints(device), ints(host), b""))]
 
@@ -544,7 +548,8 @@ def check_overlap(place: Place) -> Iterator[Line]:
 
     On cpu the copy is held to a rate at which it takes 50 ms, as the tiny model's few bytes take no time.
     """
-    from xllm_hier.plans import Forward, SequenceRows, ints
+    from xllm_hier.ints import ints
+    from xllm_hier.plans import Forward, SequenceRows
     from xllm_hier.request_messages import SamplingSpec
     from xllm_hier.worker.tiers.layered_wait import layer_groups
 

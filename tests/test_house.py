@@ -18,10 +18,10 @@ FLOORS = """
 - block clock engine.blocks.policy errors ints openai.body_limit version worker.store.circuit
   worker.store.key_quarantine
 - engine.blocks.pool engine.blocks.settings hashing host_memory kv_events machine models.demo models.expert_routing
-  models.rope models.row_kernels models.weights openai.refusals openai.tokenizer process request_messages settings
-  store_key worker.tiers.layered_wait
-- config engine.pair.line models.identity models.linear openai.auth openai.listening openai.streaming plans registry
-  service.config service.prefix_index service.rates worker.compute.sampler
+  models.row_kernels models.weights openai.refusals openai.tokenizer process request_messages settings store_key
+  worker.tiers.layered_wait
+- config engine.pair.line models.identity models.linear models.rope openai.auth openai.listening openai.streaming
+  plans registry service.config service.prefix_index service.rates worker.compute.sampler
 - embedded_store engine.blocks.moves engine.forward_join environment figures models.families models.parallel
   peer_plans service.instances service.kv_event_stream service.policies service.store_watch worker.compute.attention
   worker.compute.model_facts worker.compute.plan_digest worker.store.mooncake_client worker.tiers.cache_domain

@@ -22,6 +22,8 @@ from xllm_hier.config import EngineConfig
 from xllm_hier.errors import ConfigError
 from xllm_hier.models import row_kernels
 from xllm_hier.models.linear import Fused, Linear
+from xllm_hier.models.parts import rms_norm
+from xllm_hier.models.rope import rotate
 from xllm_hier.models.row_kernels import RowKernels, open_kernels
 from xllm_hier.worker.compute import model_runner, row_check
 from xllm_hier.worker.compute.attention import Span
@@ -276,6 +278,48 @@ def test_an_attention_that_would_read_elsewhere_is_an_error(changes, words) -> N
     }
     with pytest.raises(ValueError, match=words):
         KERNELS.attention(**call, scale=1.0, window=None)
+
+
+# ------------------------------------------------------------------------------------------- norms and rotary
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [576, 20, 13])
+def test_a_row_is_normed_with_the_same_bits_among_any_rows_and_as_torch_does(dtype, width) -> None:
+    x, weight = random(300, 3, width, seed=1).to(dtype), random(3, width, seed=2)
+    whole, flat = KERNELS.norm(x, weight, 1e-6), KERNELS.norm(x[:, 0], weight[0], 1e-6)
+    assert torch.allclose(whole.float(), rms_norm(x, weight, 1e-6).float(), atol=1e-6, rtol=0.01)
+    assert torch.equal(flat, whole[:, 0])
+    for rows in (1, 2, 17, 255):
+        with threads(1 + rows % 2):
+            assert torch.equal(KERNELS.norm(x[300 - rows :], weight, 1e-6), whole[300 - rows :])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "half"), [(64, 32), (20, 10), (32, 4), (16, 3)])
+def test_a_row_is_rotated_with_the_same_bits_among_any_rows_and_as_torch_does(dtype, width, half) -> None:
+    x, angles = random(300, 5, width + 4, seed=1).to(dtype)[..., :width], random(300, 1, half, seed=2)
+    cos, sin, out = angles.cos().to(dtype), angles.sin().to(dtype), torch.empty(300, 5, width, dtype=dtype)
+    KERNELS.rotate(x, cos, sin, out)
+    reference = torch.empty_like(out)
+    rotate(x, cos, sin, reference)
+    assert torch.allclose(out.float(), reference.float(), atol={torch.float32: 1e-6}.get(dtype, 0.05))
+    assert torch.equal(out[..., 2 * half :], x[..., 2 * half :])
+    for rows in (1, 2, 17, 255):
+        part = torch.empty(rows, 5, width, dtype=dtype)
+        KERNELS.rotate(x[300 - rows :], cos[300 - rows :], sin[300 - rows :], part)
+        assert torch.equal(part, out[300 - rows :])
+
+
+def test_norms_and_rotations_of_other_shapes_are_errors() -> None:
+    x, angles = torch.zeros(3, 2, 8), torch.zeros(3, 1, 4)
+    with pytest.raises(ValueError, match="norm's weight"):
+        KERNELS.norm(x, torch.zeros(7), 1e-6)
+    for bad in (torch.zeros(2, 1, 4), torch.zeros(3, 1, 5), torch.zeros(3, 2, 4)):
+        with pytest.raises(ValueError, match="cos"):
+            KERNELS.rotate(x, bad, bad, torch.zeros(3, 2, 8))
+    with pytest.raises(ValueError, match="out"):
+        KERNELS.rotate(x, angles, angles, torch.zeros(3, 2, 9))
 
 
 # ---------------------------------------------------------------------------------------------------- models

@@ -38,6 +38,7 @@ class Setup:
     small_cache: int
     changes: dict[str, int] = field(default_factory=dict)
     types: tuple[str, ...] = ("KV",)
+    kernels: str = "auto"
 
 
 def kv_bytes(values_per_token: int, dtype: torch.dtype) -> int:
@@ -59,6 +60,8 @@ SETUPS = {
     "mistral-bf16": Setup("mistral", BF16, 1, 28_000, types=("SWA",)),
     "qwen3_next-fp32": Setup("qwen3_next", FP32, 1, 420_000, types=("KV", "LINEAR")),
     "qwen3_next-bf16-tp2": Setup("qwen3_next", BF16, 2, 140_000, types=("KV", "LINEAR")),
+    "llama-bf16-torch": Setup("llama", BF16, 1, kv_bytes(2 * 2 * 12, BF16), kernels="torch"),
+    "gemma3-fp32-torch": Setup("gemma3", FP32, 1, 154_000, types=("KV", "SWA"), kernels="torch"),
 }
 KV_ALONE = ["llama-bf16", "llama-fp32-tp2", "deepseek_v2-fp32", "deepseek_v3-bf16-tp2"]  # four ranks take long to start
 ONE_OF_EACH_MIX = ["gemma3-bf16-tp2", "mistral-bf16", "qwen3_next-fp32"]
@@ -78,7 +81,8 @@ class Model:
     folder: Path
 
     def serve(self, *flags: str) -> Server:
-        return Server(self.folder, f"--tp_size={self.setup.tp_size}", f"--block_size={BLOCK}", *flags)
+        flags = (f"--tp_size={self.setup.tp_size}", f"--cpu_kernels={self.setup.kernels}", *flags)
+        return Server(self.folder, f"--block_size={BLOCK}", *flags)
 
     @property
     def small_cache(self) -> str:
@@ -169,17 +173,22 @@ def test_chunked_runs_store_the_same_blocks_and_outlive_the_instance(
 ) -> None:
     """Each limit of a chunk writes what a whole run reads; an instance that has ended leaves what later ones read."""
     short, *long = prompt_of(3, 90), prompt_of(4, 300), prompt_of(11, 300)
+    talk = prompt_of(12, 50)
     expected = [plain.ask(prompt).bits for prompt in (short, *long)]
     with model.serve(*COMMON, "--max_tokens_per_chunk_for_prefill=40", *store_flags(store)) as earlier:  # type: ignore[arg-type]
         for prompt, bits in zip((short, long[0]), expected, strict=False):
             got = earlier.ask(prompt)
             assert got.bits == bits and got.cached == (0, 0, 0)
+        answered = [*talk, *earlier.ask(talk, 60).token_ids]
         earlier.wait_quiet()
     got = tiered.ask(long[0])
     assert got.bits == expected[1] and got.cached == (0, 0, 288)
     with model.serve(*COMMON, "--max_tokens_per_batch=33", *store_flags(store, direct=True)) as later:  # type: ignore[arg-type]
         got = later.ask(short)
         assert got.bits == expected[0] and got.cached == (0, 0, 80)
+        got = later.ask([*answered, 5])
+        assert got.bits == plain.ask([*answered, 5]).bits
+        assert got.cached == (0, 0, 96) or model.setup.types != ("KV",)  # the answer's blocks, too
         got = later.ask(long[1])
         assert got.bits == expected[2] and got.cached == (0, 0, 0)
         later.wait_quiet()
@@ -224,6 +233,22 @@ def test_the_next_turn_of_a_conversation_reuses_the_answer_with_equal_bits(plain
         previous, turn = turn, [*turn, *answer.token_ids, *prompt_of(70 + number, 5)]
         expected_blocks = (len(previous) + 40) // BLOCK
         assert sum(tiered.ask(turn, 1).cached) >= expected_blocks * BLOCK - 1
+
+
+@pytest.mark.parametrize("model", KV_ALONE, indirect=True)
+def test_when_an_answer_ends_all_its_full_blocks_are_there_for_the_next_turn(plain: Server, tiered: Server) -> None:
+    """What decoding wrote is what a prompt would have computed: nothing is waited for or computed once more."""
+    prompt = prompt_of(13, 50)
+    turn = [*prompt, *tiered.ask(prompt, 60).token_ids, *prompt_of(14, 5)]
+    device = tiered.ask(turn)
+    assert not tiered.stats()["canonical"]
+    tiered.wait_quiet()
+    tiered.clear("device")
+    host = tiered.ask(turn)
+    tiered.clear("device", "host")
+    store = tiered.ask(turn)
+    assert [answer.bits for answer in (device, host, store)] == [plain.ask(turn).bits] * 3
+    assert (device.cached, host.cached) == ((96, 0, 0), (0, 112, 0)) and store.cached == (0, 0, 112)
 
 
 @pytest.mark.parametrize("model", KV_ALONE, indirect=True)

@@ -29,6 +29,7 @@ from .mla import load_latent_attention
 from .parallel import TensorParallel
 from .parts import AttentionPart, Loader, Mlp, load_mlp, load_self_attention, rms_norm, tiles_of
 from .rope import RopeTable
+from .row_kernels import RowKernels
 
 
 class Attention(Protocol):
@@ -52,8 +53,9 @@ class Recurrence(Protocol):
 class StepRows:
     """The rows of one step: int64 `token_ids` and `positions` [rows], padding included.
 
-    The first `num_prefill` rows are prompt rows, the rest generated ones; each section's last `padding` rows belong to
-    no sequence. `wanted` are the rows whose final hidden states are asked for, ascending.
+    The first `num_prefill` rows are prompt rows (where rows need no tiles, all are), the rest generated ones; each
+    section's last `padding` rows belong to no sequence. `wanted` are the rows whose final hidden states are asked for,
+    ascending.
     """
 
     token_ids: torch.Tensor
@@ -121,6 +123,7 @@ class Decoder:
     decode_unit: int = 1
     chunk_rows: int = 1024
     join: HiddenJoin | None = None
+    kernels: RowKernels | None = None
     _kept: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -247,7 +250,7 @@ class Decoder:
         return hidden + self._norm(layer.mlp(normed, chunk.prefill, None, chunk.count), layer.after_mlp_norm)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, weight, self.spec.eps)
+        return rms_norm(x, weight, self.spec.eps, self.kernels)
 
     # --------------------------------------------------------------------------------------- rows and chunks
 
@@ -334,6 +337,7 @@ def load_decoder(loader: Loader, ropes: dict[str | None, RopeTable]) -> Decoder:
         head=head,
         head_rows=checkpoint.mapped(head_name, shape, dtype, rows=share) if on_cpu else head_weight,
         ropes=ropes,
+        kernels=loader.kernels,
     )
 
 

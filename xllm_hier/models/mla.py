@@ -78,6 +78,7 @@ class LatentSelfAttention:
     absorb_key: HeadLinear
     expand_value: HeadLinear
     out: RowParallel
+    kernels: RowKernels | None = None
 
     def linears(self) -> list[Linear]:
         return [self.down, self.queries, self.absorb_key, self.expand_value, self.out.linear]
@@ -88,13 +89,13 @@ class LatentSelfAttention:
         rank, nope = self.latent.kv_lora_rank, self.latent.nope_dim
         down = self.down(x, tiles_of(self.down, prefill))
         cached = down[:, None, -self.latent.width :]
-        target[:, self.heads :, :rank] = rms_norm(cached[..., :rank], self.latent_norm, _EPS)
-        rotate(cached[..., rank:], cos, sin, target[:, self.heads :, rank:])
+        target[:, self.heads :, :rank] = rms_norm(cached[..., :rank], self.latent_norm, _EPS, self.kernels)
+        rotate(cached[..., rank:], cos, sin, target[:, self.heads :, rank:], self.kernels)
         if self.query_norm is not None:
-            x = rms_norm(down[:, : -self.latent.width], self.query_norm, _EPS)
+            x = rms_norm(down[:, : -self.latent.width], self.query_norm, _EPS, self.kernels)
         queries = self.queries(x, tiles_of(self.queries, prefill)).view(len(x), self.heads, -1)
         target[:, : self.heads, :rank] = self.absorb_key(queries[..., :nope], tiles_of(self.absorb_key, prefill))
-        rotate(queries[..., nope:], cos, sin, target[:, : self.heads, rank:])
+        rotate(queries[..., nope:], cos, sin, target[:, : self.heads, rank:], self.kernels)
 
     def output(self, attended: torch.Tensor, prefill: bool, residual: torch.Tensor | None) -> torch.Tensor:
         latents = attended.view(len(attended), self.heads, -1)[..., : self.latent.kv_lora_rank]
@@ -122,6 +123,7 @@ def load_latent_attention(loader: Loader, prefix: str, latent: LatentSpec) -> La
         out=loader.row_parallel(
             f"{prefix}o_proj", loader.spec.hidden, values, loader.parallel.part(values), bias=False
         ),
+        kernels=loader.kernels,
     )
 
 

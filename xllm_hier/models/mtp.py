@@ -74,6 +74,7 @@ def load_head(loader: Loader, target: Decoder, ropes: Mapping[str | None, RopeTa
         head=target.head,
         head_rows=target.head_rows,
         ropes=dict(ropes),
+        kernels=loader.kernels,
         join=HiddenJoin(
             loader.norm(f"{names.embedding_norm}.weight"),
             loader.norm(f"{names.hidden_norm}.weight"),

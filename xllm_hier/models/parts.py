@@ -58,8 +58,10 @@ def tiles_of(linear: Linear, prefill: bool) -> TileSizes | None:
     return linear.prefill if prefill else linear.decode
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, kernels: RowKernels | None = None) -> torch.Tensor:
     """Root mean square norm over the last dimension, in fp32, rounded once; `weight` is fp32."""
+    if kernels is not None:
+        return kernels.norm(x, weight, eps)
     wide = x.float() if x.dtype is not torch.float32 else x.clone()
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     return wide.mul_(torch.rsqrt(length * length / x.shape[-1] + eps)).mul_(weight).to(x.dtype)
@@ -80,6 +82,7 @@ class SelfAttention:
     out: RowParallel
     qk_norm: torch.Tensor | None = None
     gate: Linear | None = None
+    kernels: RowKernels | None = None
 
     def linears(self) -> list[Linear]:
         return [self.qkv, *([self.gate] if self.gate else []), self.out.linear]
@@ -91,8 +94,8 @@ class SelfAttention:
         qkv = self.qkv(x, tiles_of(self.qkv, prefill)).view(-1, turning + self.kv_heads, self.head_dim)
         queries_keys = qkv[:, :turning]
         if self.qk_norm is not None:
-            queries_keys = rms_norm(queries_keys, self.qk_norm, self.eps)
-        rotate(queries_keys, cos, sin, target[:, :turning])
+            queries_keys = rms_norm(queries_keys, self.qk_norm, self.eps, self.kernels)
+        rotate(queries_keys, cos, sin, target[:, :turning], self.kernels)
         target[:, turning : turning + self.kv_heads] = qkv[:, turning:]
         if self.gate is not None:
             target[:, turning + self.kv_heads :].flatten(1).copy_(self.gate(x, tiles_of(self.gate, prefill)))
@@ -188,6 +191,7 @@ def load_self_attention(loader: Loader, prefix: str) -> SelfAttention:
         out=loader.row_parallel(f"{prefix}self_attn.o_proj", spec.hidden, q, q_rows, bias=spec.output_bias),
         qk_norm=_query_key_norm(loader, prefix, local) if spec.qk_norm else None,
         gate=gate,
+        kernels=loader.kernels,
     )
 
 

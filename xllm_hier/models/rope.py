@@ -8,6 +8,7 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..errors import ConfigError
+from .row_kernels import RowKernels
 
 # `dynamic` and `longrope` change the frequencies with the length of the sequence: KV cached early would be wrong later.
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
@@ -72,11 +73,15 @@ class RopeTable:
         return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
+def rotate(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor, kernels: RowKernels | None = None
+) -> None:
     """Write x [rows, heads, head_dim], rotated by its position's angles, to `out`; columns without an angle stay.
 
     Products and sums are rounded one by one: a fused multiply-add would not round the same in vector and tail code.
     """
+    if kernels is not None:
+        return kernels.rotate(x, cos, sin, out)
     half = cos.shape[-1]
     first, second = x[..., :half], x[..., half : 2 * half]
     torch.sub(first * cos, second * sin, out=out[..., :half])

@@ -170,6 +170,66 @@ class RowKernels:
             torch.get_num_threads(),
         )
 
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Root mean square norm over the last dimension of x [rows, width] or [rows, vectors, width], as `rms_norm`.
+
+        `weight` is fp32, [width] or one for each vector [vectors, width]; a row's vectors lie side by side.
+        """
+        groups, width = (1, x.shape[1]) if x.dim() == 2 else (x.shape[1], x.shape[2])
+        _check(x, tuple(x.shape[1:]), x.dtype, "x")
+        if weight.dtype is not torch.float32 or weight.shape not in ((width,), (groups, width)):
+            raise ValueError(f"the norm's weight is {list(weight.shape)} of {weight.dtype}, not fp32 [{width}]")
+        if groups > 1 and x.stride(1) != width:
+            x = x.contiguous()
+        out = torch.empty(x.shape, dtype=x.dtype)
+        _library().norm(
+            _TYPES[x.dtype],
+            len(x),
+            groups,
+            width,
+            x.data_ptr(),
+            x.stride(0),
+            weight.contiguous().data_ptr(),
+            width if weight.dim() == 2 else 0,
+            eps,
+            out.data_ptr(),
+            groups * width,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
+        """Write x [rows, heads, width], rotated by its position's angles, to `out`; columns without an angle stay.
+
+        cos and sin are [rows, 1, half] of x's dtype. Products and sums are rounded once.
+        """
+        rows, heads, width = x.shape
+        half = cos.shape[-1]
+        _check(x, (heads, width), x.dtype, "x")
+        _check(out, (heads, width), x.dtype, "out")
+        for name, part in (("cos", cos), ("sin", sin)):
+            _check(part, (1, half), x.dtype, name)
+        if len(out) != rows or cos.shape != sin.shape or len(cos) != rows or 2 * half > width:
+            raise ValueError(
+                f"out has {len(out)} rows, cos {list(cos.shape)}, sin {list(sin.shape)}, x {list(x.shape)}"
+            )
+        _library().rotate(
+            _TYPES[x.dtype],
+            rows,
+            heads,
+            width,
+            half,
+            x.data_ptr(),
+            x.stride(0),
+            x.stride(1),
+            cos.contiguous().data_ptr(),
+            sin.contiguous().data_ptr(),
+            out.data_ptr(),
+            out.stride(0),
+            out.stride(1),
+            torch.get_num_threads(),
+        )
+
 
 def open_kernels(wanted: str, instructions: str = "", *, own_bf16: bool = True) -> RowKernels | None:
     """The kernels, or None for torch's: `wanted` is a value of `--cpu_kernels`.

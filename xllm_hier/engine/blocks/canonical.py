@@ -1,7 +1,8 @@
 """Decoded blocks computed once more as a prompt, so that they have the bits that their hashes promise.
 
 Where rows computed by the decode path have other bits than a prompt's (`decode_kv_reuse` canonical), a finished
-sequence keeps its blocks and has those of its generated tokens written again by the prefill path.
+sequence keeps its blocks and has those of its generated tokens written again by the prefill path. Where they have a
+prompt's bits, or count as such, at most the last token is left to compute: it has been an output, but no input yet.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ class CanonicalBlocks:
         The sequence keeps its KV blocks, others are allocated step by step; positions before `canonical_end` will be
         computed.
         """
+        if not self._settings.tags_decoded:
+            return self._begin_last(sequence)
         size = self._pools.block_size
         first, end = sequence.prompt_length // size, len(sequence.tokens) // size
         wanted = self._settings.prefix_cache and self._settings.decode_kv_reuse == "canonical"
@@ -44,6 +47,20 @@ class CanonicalBlocks:
             self._checkpoints.drop_from(sequence, first)
             self._checkpoints.begin(sequence, first)
         self._prefix.claim(sequence, first, end)
+        return True
+
+    def _begin_last(self, sequence: Sequence) -> bool:
+        """Prepare the last token alone, where it completes a block that nobody has yet."""
+        size, length = self._pools.block_size, len(sequence.tokens)
+        last = length // size - 1
+        kept = self._settings.prefix_cache and self._checkpoints is None and not self._settings.drafting.by_model
+        if not kept or length % size or sequence.num_published != last or sequence.num_computed != length - 1:
+            return False
+        if self._pools.first.device.find(sequence.hash_of(last)) is not None:
+            return False
+        sequence.canonical_end = length
+        sequence.boundaries.add(last + 1)
+        self._prefix.claim(sequence, last, last + 1)
         return True
 
     def _skip_known(self, sequence: Sequence, first: int, end: int) -> int:

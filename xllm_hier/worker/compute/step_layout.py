@@ -34,8 +34,8 @@ class StepLayout:
     ) -> StepLayout:
         """All prompt rows, padding to their unit, all generated rows, padding to theirs.
 
-        `units` are those of prefill and decode. `windows_apart`: windows have tables of their own. `all_rows`: all
-        final hidden states are asked for.
+        `units` are those of prefill and decode; where both are 1, all rows go through the model as one section.
+        `windows_apart`: windows have tables of their own. `all_rows`: all final hidden states are asked for.
         """
         prefill_unit, decode_unit = units
         spans: list[Span] = []
@@ -60,7 +60,8 @@ class StepLayout:
             wanted += range(span.row + span.wanted_from - span.start, span.row + count)
         tensors = (torch.from_numpy(token_ids), torch.from_numpy(positions), torch.tensor(wanted, dtype=torch.int64))
         ids, places, indices = (tensor.to(device) for tensor in tensors)
-        rows = StepRows(ids, places, num_prefill, indices, (prefill_padding, total - row))
+        num_rows = total if units == (1, 1) else num_prefill
+        rows = StepRows(ids, places, num_rows, indices, (prefill_padding, total - row))
         return cls(sequences, len(plan.prefill), spans, rows, {row: index for index, row in enumerate(wanted)})
 
     @property
