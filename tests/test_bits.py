@@ -83,15 +83,24 @@ RANKED = {
 }
 
 
-@pytest.fixture(scope="module", params=[*MODELS, *RANKED])
+# Torch's kernels in tiles of rows, as on machines without AVX2 and on other devices: each kind of layer in both dtypes.
+IN_TILES = ["llama-fp32", "llama-bf16", "gemma3-fp32", "mixtral-fp32", "qwen3_moe-bf16", "deepseek_v2-bf16"]
+IN_TILES += ["deepseek_v3-fp32", "wide-bf16", "gemma3-bf16-tp2", "qwen3-bf16-tp4"]
+
+
+@pytest.fixture(scope="module", params=[*MODELS, *RANKED, *(f"{name} in tiles" for name in IN_TILES)])
 def driver(request, tmp_path_factory) -> Iterator[Driver | RankedDriver]:
-    folder: Path = tmp_path_factory.mktemp(request.param)
-    if request.param in MODELS:
-        family, dtype, changes = MODELS[request.param]
-        yield Driver(tiny_models.make(folder, family, dtype, **changes), num_blocks=192)
+    folder: Path = tmp_path_factory.mktemp("model")
+    name = request.param.removesuffix(" in tiles")
+    kernels = "auto" if name == request.param else "torch"
+    if name in MODELS:
+        family, dtype, changes = MODELS[name]
+        made = tiny_models.make(folder, family, dtype, **changes)
+        yield Driver(made, num_blocks=192, cpu_kernels=kernels)
         return
-    family, dtype, changes, tp_size = RANKED[request.param]
-    ranks = RankedDriver(tiny_models.make(folder, family, dtype, **changes), tp_size, num_blocks=192)
+    family, dtype, changes, tp_size = RANKED[name]
+    made = tiny_models.make(folder, family, dtype, **changes)
+    ranks = RankedDriver(made, tp_size, num_blocks=192, cpu_kernels=kernels)
     yield ranks
     ranks.close()
 
