@@ -71,12 +71,12 @@ def test_recurrent_layers_keep_two_kinds_of_rows(tmp_path) -> None:
 
 def test_where_the_check_fails_the_model_computes_with_torch_and_says_so(tmp_path, monkeypatch, caplog) -> None:
     folder = tiny_models.make(tmp_path, "llama")
-    monkeypatch.setattr(model_runner, "find_difference", lambda *_: "the linear X")
+    monkeypatch.setattr(model_runner, "find_difference", lambda *_: "rows of the linear X differ")
     with caplog.at_level(logging.WARNING):
         details = Driver(folder).runner.details
     assert (details.cpu_kernels, details.rows_invariant, details.batch_invariant) == ("", False, True)
-    assert "rows differ in the linear X" in caplog.text
-    with pytest.raises(ConfigError, match=r"cpu_kernels.*rows differ in the linear X"):
+    assert "rows of the linear X differ" in caplog.text
+    with pytest.raises(ConfigError, match="cpu_kernels.*rows of the linear X differ"):
         Driver(folder, cpu_kernels="native")
 
 
@@ -97,7 +97,29 @@ def test_the_check_finds_a_linear_and_an_attention_whose_rows_depend_on_others(t
             self._output[0] += 1e-3
 
     monkeypatch.setattr(NativeAttention, "_attend", disturbed)
-    assert row_check.find_difference(model, attention) == "attention with window None"
+    assert row_check.find_difference(model, attention) == "rows of attention with window None differ"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_check_finds_a_kernel_that_computes_something_else(monkeypatch, dtype) -> None:
+    kernels = open_kernels("native")
+    assert row_check.find_error(kernels, dtype) == ""
+    for name, found in (("product", "products with none"), ("norm", "norms")):
+        right = getattr(row_kernels.RowKernels, name)
+        with monkeypatch.context() as patch:
+            if name == "product":
+                patch.setattr(
+                    row_kernels.RowKernels,
+                    name,
+                    lambda self, *a, right=right: lambda x, other: right(self, *a)(x, other) * 1.5,
+                )
+            else:
+                patch.setattr(row_kernels.RowKernels, name, lambda self, *a, right=right: right(self, *a) * 1.5)
+            assert row_check.find_error(kernels, dtype) == found
+    for name, found in (("rotate", "rotations"), ("attention", "attended rows")):
+        with monkeypatch.context() as patch:
+            patch.setattr(row_kernels.RowKernels, name, lambda self, *a, **k: a[3 if len(a) == 4 else 2].zero_())
+            assert row_check.find_error(kernels, dtype) == found
 
 
 def test_without_the_extension_torch_computes_and_native_is_refused(monkeypatch, caplog) -> None:

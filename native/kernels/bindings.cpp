@@ -65,6 +65,7 @@ py::dict open(const std::string& libtorch, const std::string& instructions, bool
   torch.release = symbol<BrgemmRelease>(library, "_ZN2at6native7cpublas14brgemm_releaseEb");
   torch.parallel = symbol<GompParallel>(library, "GOMP_parallel");
   if (!torch.brgemm32) throw std::runtime_error("this torch has no brgemm");
+  if (!torch.parallel) throw std::runtime_error("this torch's threads are not those of libgomp");
   const Kernels* best = best_kernels(instructions);
   if (!best) throw std::runtime_error("this machine lacks AVX2 and FMA, or " + instructions);
   std::vector<float> one(64, 1.0f), sums(1, 0.0f);
@@ -77,7 +78,6 @@ py::dict open(const std::string& libtorch, const std::string& instructions, bool
   py::dict used;
   used["instructions"] = best->name;
   used["bf16"] = torch.brgemm_bf16 != nullptr;
-  used["threads"] = torch.parallel != nullptr;
   return used;
 }
 

@@ -22,7 +22,7 @@ struct Torch {
   Brgemm32 brgemm32 = nullptr;
   Brgemm16 brgemm_bf16 = nullptr;  // null where this machine has no such instructions
   BrgemmRelease release = nullptr;
-  GompParallel parallel = nullptr;  // null: one thread
+  GompParallel parallel = nullptr;
 };
 
 enum class Type { f32, bf16, f16 };

@@ -40,7 +40,7 @@ void share_out(const Torch& torch, int threads, std::int64_t items, const std::f
   if (items <= 0) return;
   Shared shared{&item, items, &torch, {}, {}, {}};
   const std::int64_t team = items < threads ? items : threads;
-  if (team <= 1 || !torch.parallel) {
+  if (team <= 1) {
     work(&shared);
   } else {
     torch.parallel(work, &shared, static_cast<unsigned>(team), 0);

@@ -127,8 +127,8 @@ class ModelRunner:
                 log.info("computing with native kernels: %s", kernels.name)
                 return model, attention
             if config.cpu_kernels == "native":
-                raise ConfigError("cpu_kernels", "native", f"auto | torch here: rows differ in {difference}")
-            log.warning("computing with torch's CPU kernels: rows differ in %s", difference or "another rank")
+                raise ConfigError("cpu_kernels", "native", f"auto | torch here: {difference or 'another rank refuses'}")
+            log.warning("computing with torch's CPU kernels: %s", difference or "another rank does")
             kernels = None
 
     @cached_property
