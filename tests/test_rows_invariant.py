@@ -76,7 +76,7 @@ def test_where_the_check_fails_the_model_computes_with_torch_and_says_so(tmp_pat
         details = Driver(folder).runner.details
     assert (details.cpu_kernels, details.rows_invariant, details.batch_invariant) == ("", False, True)
     assert "rows of the linear X differ" in caplog.text
-    with pytest.raises(ConfigError, match="cpu_kernels.*rows of the linear X differ"):
+    with pytest.raises(ConfigError, match=r"cpu_kernels.*rows of the linear X differ"):
         Driver(folder, cpu_kernels="native")
 
 
