@@ -103,6 +103,43 @@ def test_each_head_has_its_own_matrix(kernels, dtype) -> None:
         assert torch.equal(product(x[70 - rows :]), whole[70 - rows :])
 
 
+@pytest.mark.parametrize("fused", [Fused.NONE, Fused.SILU, Fused.MUL])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_sorted_to_experts_have_the_bits_of_each_experts_own_product(kernels, dtype, fused) -> None:
+    weights = [random(100, 48, seed=seed).to(dtype) for seed in range(5)]
+    x, other = random(370, 48, seed=8).to(dtype), random(370, 100, seed=9).to(dtype)
+    two = fused is Fused.MUL
+    grouped = kernels.grouped_product(5, 100, 48, dtype, fused.value)
+    for number, weight in enumerate(weights):
+        grouped.fill(number, weight)
+    for sizes in ([1, 0, 300, 2, 67], [0, 0, 0, 0, 370], [370, 0, 0, 0, 0], [74] * 5):
+        ends = np.cumsum([0, *sizes])
+        found = grouped(x, sizes, other if two else None)
+        for weight, first, last in zip(weights, ends[:-1], ends[1:], strict=True):
+            own = kernels.product(weight, None, fused.value)(x[first:last], other[first:last] if two else None)
+            assert torch.equal(found[first:last], own)
+
+
+@pytest.mark.parametrize("sizes", [[3, 0], [1, 1], [4, 0], [-1, 4, 0], [1, 1, 1, 0], [5, -2, 0]])
+def test_sizes_that_do_not_divide_the_rows_are_an_error(sizes) -> None:
+    grouped = KERNELS.grouped_product(3, 4, 8, torch.float32, "none")
+    with pytest.raises(ValueError, match="offsets"):
+        grouped(torch.zeros(3, 8), sizes)
+
+
+def test_other_weights_and_rows_of_experts_are_errors() -> None:
+    grouped = KERNELS.grouped_product(2, 4, 8, torch.float32, "mul")
+    for weight in (torch.zeros(4, 7), torch.zeros(4, 8, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match="a weight is"):
+            grouped.fill(0, weight)
+    with pytest.raises(ValueError, match="no such matrix"):
+        grouped.fill(2, torch.zeros(4, 8))
+    with pytest.raises(ValueError, match="no other operand"):
+        grouped(torch.zeros(3, 8), [1, 2])
+    with pytest.raises(ValueError, match="rows"):
+        grouped(torch.zeros(3, 8), [1, 2], torch.zeros(2, 4))
+
+
 @pytest.mark.parametrize(
     ("x", "other", "words"),
     [

@@ -8,6 +8,7 @@ class Packed:
 
 def open(libtorch: str, instructions: str = "", own_bf16: bool = True) -> dict[str, Any]: ...
 def pack(weights: int, count: int, outputs: int, inputs: int, type: int, bias: int) -> Packed: ...
+def fill(packed: Packed, index: int, weights: int) -> None: ...
 def linear(
     weight: Packed,
     rows: int,
@@ -23,6 +24,7 @@ def linear(
     out_step: int,
     out_type: int,
     threads: int,
+    offsets: Any,
 ) -> None: ...
 def attention(
     type: int,

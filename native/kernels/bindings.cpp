@@ -6,6 +6,7 @@
 #include <pybind11/stl.h>
 
 #include <cstring>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -103,6 +104,8 @@ std::shared_ptr<Packed> pack(std::uintptr_t weights, std::int64_t count, std::in
   packed->type = type_of(type);
   packed->pairs = packed->type == Type::bf16 && torch().brgemm_bf16 && inputs % 2 == 0;
   packed->count = count, packed->outputs = outputs, packed->inputs = inputs;
+  packed->data = std::make_unique<std::uint8_t[]>(  // zeroed
+      static_cast<std::size_t>(count * packed->panels() * packed->panel_bytes()));
   if (bias) {  // fp32 [count, outputs]
     packed->bias.assign(static_cast<std::size_t>(count * packed->panels() * kPanel), 0.0f);
     for (std::int64_t matrix = 0; matrix < count; ++matrix) {
@@ -110,15 +113,33 @@ std::shared_ptr<Packed> pack(std::uintptr_t weights, std::int64_t count, std::in
                   static_cast<std::size_t>(outputs) * 4);
     }
   }
-  py::gil_scoped_release release;
-  kernels->pack(*packed, at<const void>(weights));
+  if (weights) {  // else they come one by one
+    py::gil_scoped_release release;
+    kernels->pack(*packed, at<const void>(weights), 0, count);
+  }
   return packed;
 }
 
+void fill(Packed& packed, std::int64_t index, std::uintptr_t weights) {
+  if (index < 0 || index >= packed.count) throw std::invalid_argument("there is no such matrix");
+  py::gil_scoped_release release;
+  kernels->pack(packed, at<const void>(weights), index, 1);
+}
+
+using Longs = py::array_t<std::int64_t, py::array::c_style>;
+using Words = py::array_t<std::int32_t, py::array::c_style>;
+
 void linear(const Packed& weight, std::int64_t rows, std::uintptr_t x, std::int64_t x_stride, std::int64_t x_step,
             int fused, std::uintptr_t other, std::int64_t other_stride, std::int64_t other_step, std::uintptr_t out,
-            std::int64_t out_stride, std::int64_t out_step, int out_type, int threads) {
+            std::int64_t out_stride, std::int64_t out_step, int out_type, int threads,
+            const std::optional<Longs>& offsets) {
   if (rows <= 0) return;
+  if (offsets) {
+    const std::int64_t* ends = offsets->data();
+    bool fits = offsets->size() == weight.count + 1 && ends[0] == 0 && ends[weight.count] == rows;
+    for (std::int64_t i = 0; fits && i < weight.count; ++i) fits = ends[i] <= ends[i + 1];
+    if (!fits) throw std::invalid_argument("offsets do not divide the rows among the matrices");
+  }
   if (weight.pairs && !torch().brgemm_bf16) throw std::runtime_error("packed for products of bfloat16");
   const LinearCall call{&weight,
                         rows,
@@ -128,13 +149,11 @@ void linear(const Packed& weight, std::int64_t rows, std::uintptr_t x, std::int6
                         at<void>(out),
                         out_stride,
                         out_step,
-                        type_of(out_type)};
+                        type_of(out_type),
+                        offsets ? offsets->data() : nullptr};
   py::gil_scoped_release release;
   kernels->linear(torch(), call, threads);
 }
-
-using Longs = py::array_t<std::int64_t, py::array::c_style>;
-using Words = py::array_t<std::int32_t, py::array::c_style>;
 
 // spans: [n, 5] of row, start, stop, wanted_from, first entry in `tables`.
 void attention(int type, std::uintptr_t cache, std::int64_t tensors, std::int64_t block_size, std::int64_t kv_heads,
@@ -207,6 +226,7 @@ PYBIND11_MODULE(_cpu_kernels, m) {
       .def_property_readonly("pairs", [](const Packed& p) { return p.pairs; });
   m.def("open", &open, py::arg("libtorch"), py::arg("instructions") = "", py::arg("own_bf16") = true);
   m.def("pack", &pack);
+  m.def("fill", &fill);
   m.def("linear", &linear);
   m.def("attention", &attention);
   m.def("norm", &norm);

@@ -65,6 +65,8 @@ struct LinearCall {
   void* out;
   std::int64_t out_stride, out_step;
   Type out_type;
+  // Null: every matrix takes all rows. Else matrix j takes rows offsets[j] .. offsets[j + 1] (experts), and steps are 0.
+  const std::int64_t* offsets;
 };
 
 struct Span {
@@ -110,7 +112,7 @@ struct RotateCall {
 // One set of kernels for each instruction set; the best that the machine has is used.
 struct Kernels {
   const char* name;
-  void (*pack)(Packed& packed, const void* weights);
+  void (*pack)(Packed& packed, const void* weights, std::int64_t first, std::int64_t count);
   void (*linear)(const Torch& torch, const LinearCall& call, int threads);
   void (*attention)(const Torch& torch, const AttentionCall& call, int threads);
   void (*norm)(const Torch& torch, const NormCall& call, int threads);

@@ -11,7 +11,7 @@ its own change its bits. Experts are split over the ranks along their inner dime
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from .expert_routing import MoeSpec, choose_experts, sigmoid
 from .linear import Fused, Linear
 from .parallel import TensorParallel
 from .parts import Loader, tiles_of
+from .row_kernels import RowKernels
 
 
 @dataclass
@@ -40,6 +41,49 @@ class Expert:
         return self.down(product, tiles_of(self.down, prefill))
 
 
+class ExpertLinear(Linear):
+    """The matrices of one kind of all experts, whose rows are one call of the native kernels.
+
+    `read(e)` gives those of expert e; each is packed and dropped before the next is read.
+    """
+
+    def __init__(
+        self, kernels: RowKernels, experts: int, read: Callable[[int], torch.Tensor], fused: Fused = Fused.NONE
+    ) -> None:
+        weight = read(0)
+        self.out_features, self.in_features = weight.shape
+        self.dtype, self.device, self.nbytes = weight.dtype, weight.device, weight.nbytes * experts
+        self.bias, self.fused, self.prefill, self.decode, self.rows_invariant = None, fused, None, None, True
+        self.experts = experts
+        self.rows_of = kernels.grouped_product(experts, self.out_features, self.in_features, weight.dtype, fused.value)
+        for number in range(experts):
+            self.rows_of.fill(number, read(number))
+        self._product = self._of_the_first
+
+    @property
+    def shape_key(self) -> tuple[int, int, str, torch.dtype]:
+        return self.in_features, self.out_features, f"{self.fused.value} of {self.experts} experts", self.dtype
+
+    def _of_the_first(self, x: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
+        return self.rows_of(x, [len(x), *[0] * (self.experts - 1)], other)
+
+
+@dataclass
+class ExpertGroup:
+    """All experts of a layer on native kernels: three calls for the rows of all of them."""
+
+    gate: ExpertLinear
+    up: ExpertLinear
+    down: ExpertLinear
+
+    def linears(self) -> list[Linear]:
+        return [self.gate, self.up, self.down]
+
+    def __call__(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """Results of rows sorted to their experts."""
+        return self.down.rows_of(self.up.rows_of(x, sizes, self.gate.rows_of(x, sizes)), sizes)
+
+
 @dataclass
 class MoeMlp:
     """The MLP of a layer with experts; `correction` is the router's bias for the choice, fp32 [experts].
@@ -51,13 +95,15 @@ class MoeMlp:
     parallel: TensorParallel
     router: Linear
     correction: torch.Tensor | None
-    experts: Sequence[Expert]
+    experts: Sequence[Expert] | ExpertGroup
     shared: Expert | None
 
     def linears(self) -> list[Linear]:
         return [self.router, *(self.shared.linears() if self.shared else [])]
 
     def grouped(self) -> list[Linear]:
+        if isinstance(self.experts, ExpertGroup):
+            return self.experts.linears()
         return [linear for expert in self.experts for linear in expert.linears()]
 
     def __call__(
@@ -87,8 +133,10 @@ class MoeMlp:
         self, x: torch.Tensor, chosen: torch.Tensor, prefill: bool
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Results of all experts that have rows, ascending, and the place of each choice in them [rows, top_k]."""
-        rows, place, sizes = sort_to_experts(chosen, len(self.experts), self._unit(prefill))
+        rows, place, sizes = sort_to_experts(chosen, self.spec.num_experts, self._unit(prefill))
         x = x[rows]
+        if isinstance(self.experts, ExpertGroup):
+            return [self.experts(x, sizes)], [place]
         results, start = [], 0
         for expert, size in zip(self.experts, sizes, strict=True):
             if size:
@@ -102,6 +150,8 @@ class MoeMlp:
         return [*shared, residual] if residual is not None and self.parallel.rank == 0 else shared
 
     def _unit(self, prefill: bool) -> int:
+        if isinstance(self.experts, ExpertGroup):
+            return 1
         tiles = [tiles_of(linear, prefill) for linear in self.experts[0].linears()]
         return max(sizes.unit if sizes else 1 for sizes in tiles)
 
@@ -174,6 +224,27 @@ def load_experts(loader: Loader, prefix: str, spec: MoeSpec) -> MoeMlp:
         parallel=loader.parallel,
         router=loader.linear(router),
         correction=bias.to(loader.device) if bias is not None else None,
-        experts=[expert(f"experts.{number}", spec.ffn) for number in range(count)],
+        experts=_group(loader, f"{block}.experts", names, spec)
+        if loader.kernels is not None
+        else [expert(f"experts.{number}", spec.ffn) for number in range(count)],
         shared=expert(names.shared, spec.shared_ffn) if spec.shared_ffn else None,
+    )
+
+
+def _group(loader: Loader, block: str, names: _Names, spec: MoeSpec) -> ExpertGroup:
+    hidden, ffn, part = loader.spec.hidden, spec.ffn, loader.parallel.part(spec.ffn)
+    assert loader.kernels is not None
+    kernels, count = loader.kernels, spec.num_experts
+
+    def inner(number: int, kind: str) -> torch.Tensor:
+        return loader.checkpoint.tensor(f"{block}.{number}.{kind}.weight", (ffn, hidden), loader.dtype, rows=part)
+
+    def down(number: int) -> torch.Tensor:
+        name = f"{block}.{number}.{names.down}.weight"
+        return loader.checkpoint.tensor(name, (hidden, ffn), loader.dtype, columns=part)
+
+    return ExpertGroup(
+        ExpertLinear(kernels, count, lambda number: inner(number, names.gate), loader.spec.activation),
+        ExpertLinear(kernels, count, lambda number: inner(number, names.up), Fused.MUL),
+        ExpertLinear(kernels, count, down),
     )

@@ -7,7 +7,7 @@ in `linear`, `parts`, `rope` and the worker's `attention` is their reference, an
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -80,6 +80,7 @@ class RowKernels:
                 0,
                 _TYPES[out_dtype],
                 torch.get_num_threads(),
+                None,
             )
             return out
 
@@ -108,10 +109,18 @@ class RowKernels:
                 outputs,
                 _TYPES[dtype],
                 torch.get_num_threads(),
+                None,
             )
             return out
 
         return run
+
+    def grouped_product(
+        self, experts: int, outputs: int, inputs: int, dtype: torch.dtype, fused: str
+    ) -> GroupedProduct:
+        """A product of `experts` matrices [outputs, inputs], which `fill` brings one by one."""
+        packed = _library().pack(0, experts, outputs, inputs, _TYPES[dtype], 0)
+        return GroupedProduct(packed, experts, outputs, inputs, dtype, fused)
 
     def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> object:
         if weight.dtype not in _TYPES or weight.device.type != "cpu":
@@ -229,6 +238,57 @@ class RowKernels:
             out.stride(1),
             torch.get_num_threads(),
         )
+
+
+@dataclass(frozen=True)
+class GroupedProduct:
+    """fused(x W_e^T [, other]) for rows that lie sorted by the expert e whose matrix they take, in one call."""
+
+    packed: object
+    experts: int
+    outputs: int
+    inputs: int
+    dtype: torch.dtype
+    fused: str
+
+    def fill(self, expert: int, weight: torch.Tensor) -> None:
+        """Pack this expert's weight [outputs, inputs]."""
+        if weight.shape != (self.outputs, self.inputs) or weight.dtype is not self.dtype:
+            raise ValueError(f"a weight is {list(weight.shape)} of {weight.dtype}, not [{self.outputs}, {self.inputs}]")
+        _library().fill(self.packed, expert, weight.contiguous().data_ptr())
+
+    def __call__(self, x: torch.Tensor, sizes: Sequence[int], other: torch.Tensor | None = None) -> torch.Tensor:
+        """x [rows, inputs], of which each expert takes the next `sizes[e]` rows, to [rows, outputs].
+
+        Raises ValueError for shapes, dtypes or sizes that do not fit.
+        """
+        _check(x, (self.inputs,), self.dtype, "x")
+        if (other is not None) is not (self.fused in ("add", "mul")):
+            raise ValueError(f"a product with {self.fused} and {'an' if other is not None else 'no'} other operand")
+        if other is not None:
+            _check(other, (self.outputs,), self.dtype, "other")
+            if len(other) != len(x):
+                raise ValueError(f"other has {len(other)} rows, x {len(x)}")
+        out = torch.empty(len(x), self.outputs, dtype=self.dtype)
+        place, stride = (other.data_ptr(), other.stride(0)) if other is not None else (0, 0)
+        _library().linear(
+            self.packed,
+            len(x),
+            x.data_ptr(),
+            x.stride(0),
+            0,
+            _FUSED[self.fused],
+            place,
+            stride,
+            0,
+            out.data_ptr(),
+            self.outputs,
+            0,
+            _TYPES[self.dtype],
+            torch.get_num_threads(),
+            np.cumsum([0, *sizes], dtype=np.int64),
+        )
+        return out
 
 
 def open_kernels(wanted: str, instructions: str = "", *, own_bf16: bool = True) -> RowKernels | None:
