@@ -134,7 +134,7 @@ def test_other_weights_and_rows_of_experts_are_errors() -> None:
             grouped.fill(0, weight)
     with pytest.raises(ValueError, match="no such matrix"):
         grouped.fill(2, torch.zeros(4, 8))
-    with pytest.raises(ValueError, match="no other operand"):
+    with pytest.raises(ValueError, match="takes one other operand"):
         grouped(torch.zeros(3, 8), [1, 2])
     with pytest.raises(ValueError, match="rows"):
         grouped(torch.zeros(3, 8), [1, 2], torch.zeros(2, 4))

@@ -52,37 +52,12 @@ class RowKernels:
         """
         outputs, inputs = weight.shape
         packed, dtype = self._pack(weight[None], bias), weight.dtype
-        out_dtype, number = out_dtype or dtype, _FUSED[fused]
-        takes_other = fused in ("add", "mul")
+        out_dtype = out_dtype or dtype
 
         def run(x: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
             _check(x, (inputs,), dtype, "x")
-            if (other is not None) is not takes_other:
-                raise ValueError(f"a product with {fused} takes {'an' if takes_other else 'no'} other operand")
-            if other is not None:
-                _check(other, (outputs,), dtype, "other")
-                if len(other) != len(x):
-                    raise ValueError(f"other has {len(other)} rows, x {len(x)}")
-            out = torch.empty(len(x), outputs, dtype=out_dtype)
-            place, stride = (other.data_ptr(), other.stride(0)) if other is not None else (0, 0)
-            _library().linear(
-                packed,
-                len(x),
-                x.data_ptr(),
-                x.stride(0),
-                0,
-                number,
-                place,
-                stride,
-                0,
-                out.data_ptr(),
-                outputs,
-                0,
-                _TYPES[out_dtype],
-                torch.get_num_threads(),
-                None,
-            )
-            return out
+            _check_other(other, fused, len(x), outputs, dtype)
+            return _multiply(packed, x, torch.empty(len(x), outputs, dtype=out_dtype), fused, other)
 
         return run
 
@@ -93,25 +68,7 @@ class RowKernels:
 
         def run(x: torch.Tensor) -> torch.Tensor:
             _check(x, (heads, inputs), dtype, "x")
-            out = torch.empty(len(x), heads, outputs, dtype=dtype)
-            _library().linear(
-                packed,
-                len(x),
-                x.data_ptr(),
-                x.stride(0),
-                x.stride(1),
-                0,
-                0,
-                0,
-                0,
-                out.data_ptr(),
-                heads * outputs,
-                outputs,
-                _TYPES[dtype],
-                torch.get_num_threads(),
-                None,
-            )
-            return out
+            return _multiply(packed, x, torch.empty(len(x), heads, outputs, dtype=dtype))
 
         return run
 
@@ -263,32 +220,11 @@ class GroupedProduct:
         Raises ValueError for shapes, dtypes or sizes that do not fit.
         """
         _check(x, (self.inputs,), self.dtype, "x")
-        if (other is not None) is not (self.fused in ("add", "mul")):
-            raise ValueError(f"a product with {self.fused} and {'an' if other is not None else 'no'} other operand")
-        if other is not None:
-            _check(other, (self.outputs,), self.dtype, "other")
-            if len(other) != len(x):
-                raise ValueError(f"other has {len(other)} rows, x {len(x)}")
-        out = torch.empty(len(x), self.outputs, dtype=self.dtype)
-        place, stride = (other.data_ptr(), other.stride(0)) if other is not None else (0, 0)
-        _library().linear(
-            self.packed,
-            len(x),
-            x.data_ptr(),
-            x.stride(0),
-            0,
-            _FUSED[self.fused],
-            place,
-            stride,
-            0,
-            out.data_ptr(),
-            self.outputs,
-            0,
-            _TYPES[self.dtype],
-            torch.get_num_threads(),
-            np.cumsum([0, *sizes], dtype=np.int64),
+        _check_other(other, self.fused, len(x), self.outputs, self.dtype)
+        offsets = np.cumsum([0, *sizes], dtype=np.int64)
+        return _multiply(
+            self.packed, x, torch.empty(len(x), self.outputs, dtype=self.dtype), self.fused, other, offsets
         )
-        return out
 
 
 def open_kernels(wanted: str, instructions: str = "", *, own_bf16: bool = True) -> RowKernels | None:
@@ -324,3 +260,43 @@ def _check(x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: st
         raise ValueError(f"{name} is {list(x.shape)} of {x.dtype} on {x.device}, not {allowed}")
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         raise ValueError(f"the columns of {name} are not side by side")
+
+
+def _check_other(other: torch.Tensor | None, fused: str, rows: int, outputs: int, dtype: torch.dtype) -> None:
+    takes = fused in ("add", "mul")
+    if (other is not None) is not takes:
+        raise ValueError(f"a product with {fused} takes {'one' if takes else 'no'} other operand")
+    if other is not None:
+        _check(other, (outputs,), dtype, "other")
+        if len(other) != rows:
+            raise ValueError(f"other has {len(other)} rows, x {rows}")
+
+
+def _multiply(
+    packed: object,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    fused: str = "none",
+    other: torch.Tensor | None = None,
+    offsets: NDArray[np.int64] | None = None,
+) -> torch.Tensor:
+    """`out`, written: rows, or rows of several matrices side by side. With `offsets` each matrix has rows of its own."""
+    place, stride = (other.data_ptr(), other.stride(0)) if other is not None else (0, 0)
+    _library().linear(
+        packed,
+        len(x),
+        x.data_ptr(),
+        x.stride(0),
+        x.stride(1) if x.dim() == 3 else 0,
+        _FUSED[fused],
+        place,
+        stride,
+        0,
+        out.data_ptr(),
+        out.stride(0),
+        out.stride(1) if out.dim() == 3 else 0,
+        _TYPES[out.dtype],
+        torch.get_num_threads(),
+        offsets,
+    )
+    return out
