@@ -57,7 +57,7 @@ class RowKernels:
         def run(x: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
             _check(x, (inputs,), dtype, "x")
             _check_other(other, fused, len(x), outputs, dtype)
-            return _multiply(packed, x, torch.empty(len(x), outputs, dtype=out_dtype), fused, other)
+            return _multiply(packed, x, torch.empty(len(x), outputs, dtype=out_dtype), fused=fused, other=other)
 
         return run
 
@@ -222,9 +222,8 @@ class GroupedProduct:
         _check(x, (self.inputs,), self.dtype, "x")
         _check_other(other, self.fused, len(x), self.outputs, self.dtype)
         offsets = np.cumsum([0, *sizes], dtype=np.int64)
-        return _multiply(
-            self.packed, x, torch.empty(len(x), self.outputs, dtype=self.dtype), self.fused, other, offsets
-        )
+        out = torch.empty(len(x), self.outputs, dtype=self.dtype)
+        return _multiply(self.packed, x, out, fused=self.fused, other=other, offsets=offsets)
 
 
 def open_kernels(wanted: str, instructions: str = "", *, own_bf16: bool = True) -> RowKernels | None:
@@ -276,11 +275,12 @@ def _multiply(
     packed: object,
     x: torch.Tensor,
     out: torch.Tensor,
+    *,
     fused: str = "none",
     other: torch.Tensor | None = None,
     offsets: NDArray[np.int64] | None = None,
 ) -> torch.Tensor:
-    """`out`, written: rows, or rows of several matrices side by side. With `offsets` each matrix has rows of its own."""
+    """`out`, written: rows, or rows of several matrices side by side; with `offsets` each matrix has its own rows."""
     place, stride = (other.data_ptr(), other.stride(0)) if other is not None else (0, 0)
     _library().linear(
         packed,
