@@ -29,6 +29,8 @@ def linear(
 def attention(
     type: int,
     cache: int,
+    blocks: int,
+    rows: int,
     tensors: int,
     block_size: int,
     kv_heads: int,

@@ -156,7 +156,7 @@ void linear(const Packed& weight, std::int64_t rows, std::uintptr_t x, std::int6
 }
 
 // spans: [n, 5] of row, start, stop, wanted_from, first entry in `tables`.
-void attention(int type, std::uintptr_t cache, std::int64_t tensors, std::int64_t block_size, std::int64_t kv_heads,
+void attention(int type, std::uintptr_t cache, std::int64_t blocks, std::int64_t rows, std::int64_t tensors, std::int64_t block_size, std::int64_t kv_heads,
                std::int64_t head_dim, std::int64_t heads, std::uintptr_t q, std::int64_t q_stride, std::uintptr_t out,
                std::int64_t out_stride, float scale, std::int64_t window, std::int64_t first_position,
                const Longs& spans, const Words& tables, int threads) {
@@ -180,14 +180,21 @@ void attention(int type, std::uintptr_t cache, std::int64_t tensors, std::int64_
                      first_position,
                      {},
                      tables.data()};
-  const auto rows = spans.unchecked<2>();
+  for (py::ssize_t i = 0; i < tables.size(); ++i) {
+    if (tables.data()[i] >= blocks) {
+      throw std::invalid_argument("a block table names block " + std::to_string(tables.data()[i]) + " of " +
+                                  std::to_string(blocks));
+    }
+  }
+  const auto given = spans.unchecked<2>();
   for (py::ssize_t i = 0; i < spans.shape(0); ++i) {
-    const Span span{rows(i, 0), rows(i, 1), rows(i, 2), rows(i, 3), rows(i, 4)};
+    const Span span{given(i, 0), given(i, 1), given(i, 2), given(i, 3), given(i, 4)};
     const std::int64_t entries = (span.stop + block_size - 1) / block_size;
     if (span.row < 0 || span.start < first_position || span.stop <= span.start || span.table < 0 ||
         span.table + entries > tables.size()) {
       throw std::invalid_argument("a span lies outside of its sequence or its block table");
     }
+    if (span.row + span.stop - span.start > rows) throw std::invalid_argument("a span has more rows than q or out");
     call.spans.push_back(span);
   }
   py::gil_scoped_release release;

@@ -106,19 +106,17 @@ class RowKernels:
 
         Rows before `wanted_from` may be left out. Raises ValueError for shapes, dtypes or spans that do not fit.
         """
-        _, tensors, block_size, kv_heads, head_dim = cache.shape
+        blocks, tensors, block_size, kv_heads, head_dim = cache.shape
         heads = q.shape[1]
         _check(q, (heads, head_dim), cache.dtype, "q")
         _check(out, (heads, head_dim), cache.dtype, "out")
         if not cache.is_contiguous() or q.stride(1) != head_dim or out.stride(1) != head_dim:
             raise ValueError("the cache and the heads of a row must be contiguous")
-        if len(spans) and int((spans[:, 0] + spans[:, 2] - spans[:, 1]).max()) > min(len(q), len(out)):
-            raise ValueError("a span has more rows than q or out")
-        if len(tables) and int(tables.max()) >= len(cache):
-            raise ValueError(f"a block table names block {int(tables.max())} of {len(cache)}")
         _library().attention(
             _TYPES[cache.dtype],
             cache.data_ptr(),
+            blocks,
+            min(len(q), len(out)),
             tensors,
             block_size,
             kv_heads,

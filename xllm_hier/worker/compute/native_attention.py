@@ -24,7 +24,7 @@ class NativeAttention(PagedAttention):
     def __init__(self, *, kernels: RowKernels, **shape: Any) -> None:
         super().__init__(**shape, tiles=(0,))
         self.kernels, self.tiles, self._bands = kernels, (), {}
-        self._spans = np.empty((0, 5), np.int64)
+        self._spans = self._whole = np.empty((0, 5), np.int64)  # `_whole`: all rows are wanted
         self._tables: dict[int | None, np.ndarray[Any, np.dtype[np.int32]]] = {}
 
     def _lay_out(self, prefill: Sequence[Span], decode: Sequence[Span]) -> None:
@@ -36,16 +36,15 @@ class NativeAttention(PagedAttention):
             for span, first in zip(spans, starts.tolist(), strict=True)
         ]
         self._spans = np.array(rows, np.int64).reshape(-1, 5)
+        self._whole = self._spans.copy()
+        self._whole[:, 3] = self._whole[:, 1]
         self._tables = {}
         for window in dict.fromkeys(self.windows):
             tables = [span.table_of(window)[:count] for span, count in zip(spans, counts, strict=True)]
             self._tables[window] = np.ascontiguousarray(np.concatenate(tables), np.int32)
 
     def _attend(self, layer: int, q: torch.Tensor, scale: float, wanted_only: bool) -> None:
-        window, spans = self.windows[layer], self._spans
-        if not wanted_only:
-            spans = spans.copy()
-            spans[:, 3] = spans[:, 1]
+        window = self.windows[layer]
         if q.stride(2) != 1 or q.stride(1) != self.head_dim:
             q = q.contiguous()
         cache = self._caches[layer].view(-1, self.tensors, self.block_size, self.kv_heads, self.head_dim)
@@ -53,7 +52,7 @@ class NativeAttention(PagedAttention):
             q,
             cache,
             self._output,
-            spans,
+            self._spans if wanted_only else self._whole,
             self._tables[window],
             scale=scale,
             window=window,
