@@ -212,6 +212,9 @@ def store_flags(store: EmbeddedStore, *, direct: bool = False) -> list[str]:
         "--host_blocks_factor=3",
         f"--store_master_server_address={store.master_address}",
     ]
-    if not direct:
+    if direct:  # the tests of other workers have direct clients, too
+        worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+        flags.append(f"--store_local_hostname=127.0.0.1:{12345 + 50 * worker}")
+    else:
         flags.append(f"--store_client_address={store.client_address}")
     return flags

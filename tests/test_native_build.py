@@ -79,7 +79,7 @@ def passed_under(folder: Path, runtime: str, name: str) -> int:
         },
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]

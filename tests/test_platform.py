@@ -473,7 +473,9 @@ def test_a_model_over_a_stand_in_kernel_agrees_with_gathering(
 
     expected, details = logits()
     assert details.attention == "gather" and details.batch_invariant
-    monkeypatch.setattr(Platform, "attention", lambda self, **shape: choose_attention(kind, device=CPU, **shape))
+    monkeypatch.setattr(
+        Platform, "attention", lambda self, kernels=None, **shape: choose_attention(kind, device=CPU, **shape)
+    )
     found, details = logits()
     assert details.attention == kind.kernel and details.batch_invariant
     assert all(torch.allclose(ours, theirs, atol=1e-4) for ours, theirs in zip(found, expected, strict=True))
