@@ -120,6 +120,23 @@ def test_rows_sorted_to_experts_have_the_bits_of_each_experts_own_product(kernel
             assert torch.equal(found[first:last], own)
 
 
+def test_weights_and_angles_need_not_lie_in_order() -> None:
+    """Copies of them live as long as a call: other memory is taken at once for what follows."""
+    wide, x = random(64, 256, seed=1), random(9, 128, seed=2)
+    grouped = KERNELS.grouped_product(40, 64, 128, torch.float32, "none")
+    for number in range(40):
+        grouped.fill(number, wide[:, 128:] + number if number % 2 else (wide + number)[:, 128:])
+    for number in range(40):
+        sizes = [9 * (number == other) for other in range(40)]
+        assert torch.equal(grouped(x, sizes), KERNELS.product(wide[:, 128:] + number, None, "none")(x, None))
+    norms = random(128, 6, seed=3)
+    assert torch.equal(KERNELS.norm(x, norms[:, 1], 1e-6), KERNELS.norm(x, norms[:, 1].contiguous(), 1e-6))
+    angles, found, expected = random(9, 1, 64, seed=4), torch.empty(9, 2, 64), torch.empty(9, 2, 64)
+    KERNELS.rotate(x.view(9, 2, 64), angles[..., 32:], angles[..., :32], found)
+    KERNELS.rotate(x.view(9, 2, 64), angles[..., 32:].contiguous(), angles[..., :32].contiguous(), expected)
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("sizes", [[3, 0], [1, 1], [4, 0], [-1, 4, 0], [1, 1, 1, 0], [5, -2, 0]])
 def test_sizes_that_do_not_divide_the_rows_are_an_error(sizes) -> None:
     grouped = KERNELS.grouped_product(3, 4, 8, torch.float32, "none")

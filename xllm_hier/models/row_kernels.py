@@ -145,7 +145,7 @@ class RowKernels:
             raise ValueError(f"the norm's weight is {list(weight.shape)} of {weight.dtype}, not fp32 [{width}]")
         if groups > 1 and x.stride(1) != width:
             x = x.contiguous()
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out, weight = torch.empty(x.shape, dtype=x.dtype), weight.contiguous()
         _library().norm(
             _TYPES[x.dtype],
             len(x),
@@ -153,7 +153,7 @@ class RowKernels:
             width,
             x.data_ptr(),
             x.stride(0),
-            weight.contiguous().data_ptr(),
+            weight.data_ptr(),
             width if weight.dim() == 2 else 0,
             eps,
             out.data_ptr(),
@@ -177,6 +177,7 @@ class RowKernels:
             raise ValueError(
                 f"out has {len(out)} rows, cos {list(cos.shape)}, sin {list(sin.shape)}, x {list(x.shape)}"
             )
+        cos, sin = cos.contiguous(), sin.contiguous()
         _library().rotate(
             _TYPES[x.dtype],
             rows,
@@ -186,8 +187,8 @@ class RowKernels:
             x.data_ptr(),
             x.stride(0),
             x.stride(1),
-            cos.contiguous().data_ptr(),
-            sin.contiguous().data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
             out.data_ptr(),
             out.stride(0),
             out.stride(1),
@@ -210,7 +211,8 @@ class GroupedProduct:
         """Pack this expert's weight [outputs, inputs]."""
         if weight.shape != (self.outputs, self.inputs) or weight.dtype is not self.dtype:
             raise ValueError(f"a weight is {list(weight.shape)} of {weight.dtype}, not [{self.outputs}, {self.inputs}]")
-        _library().fill(self.packed, expert, weight.contiguous().data_ptr())
+        weight = weight.contiguous()  # named: it must live as long as the call
+        _library().fill(self.packed, expert, weight.data_ptr())
 
     def __call__(self, x: torch.Tensor, sizes: Sequence[int], other: torch.Tensor | None = None) -> torch.Tensor:
         """x [rows, inputs], of which each expert takes the next `sizes[e]` rows, to [rows, outputs].
