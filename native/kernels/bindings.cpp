@@ -1,5 +1,5 @@
-// The Python face of the row kernels: addresses and shapes come as numbers, checked by cpu_kernels.py; the GIL is free
-// while they work.
+// The Python face of the row kernels: addresses and shapes come as numbers, checked by models/row_kernels.py; the
+// GIL is free while they work.
 #include <dlfcn.h>
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -156,8 +156,8 @@ void linear(const Packed& weight, std::int64_t rows, std::uintptr_t x, std::int6
 }
 
 // spans: [n, 5] of row, start, stop, wanted_from, first entry in `tables`.
-void attention(int type, std::uintptr_t cache, std::int64_t blocks, std::int64_t rows, std::int64_t tensors, std::int64_t block_size, std::int64_t kv_heads,
-               std::int64_t head_dim, std::int64_t heads, std::uintptr_t q, std::int64_t q_stride, std::uintptr_t out,
+void attention(int type, std::uintptr_t cache, std::int64_t blocks, std::int64_t rows, std::int64_t tensors,
+               std::int64_t block_size, std::int64_t kv_heads, std::int64_t head_dim, std::int64_t heads, std::uintptr_t q, std::int64_t q_stride, std::uintptr_t out,
                std::int64_t out_stride, float scale, std::int64_t window, std::int64_t first_position,
                const Longs& spans, const Words& tables, int threads) {
   if (spans.ndim() != 2 || spans.shape(1) != 5) throw std::invalid_argument("spans are [n, 5]");

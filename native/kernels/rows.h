@@ -1,6 +1,6 @@
 // Kernels whose rows do not depend on their neighbours: a row's bits are the same for any number of rows, any split of
 // the work and any number of threads. Products are torch's own brgemm (oneDNN's micro kernel, ATen/native/CPUBlas.h):
-// each output element is one chain of fused multiply-adds over the whole of K, wherever its row lies.
+// each output element is summed up in one fixed order, wherever its row lies.
 #pragma once
 
 #include <cstdint>
