@@ -237,7 +237,7 @@ def test_the_next_turn_of_a_conversation_reuses_the_answer_with_equal_bits(plain
 
 @pytest.mark.parametrize("model", KV_ALONE, indirect=True)
 def test_when_an_answer_ends_all_its_full_blocks_are_there_for_the_next_turn(plain: Server, tiered: Server) -> None:
-    """What decoding wrote is what a prompt would have computed: nothing is waited for or computed once more."""
+    """Decoding writes the bits that a prompt would have: nothing is waited for or computed once more."""
     prompt = prompt_of(13, 50)
     turn = [*prompt, *tiered.ask(prompt, 60).token_ids, *prompt_of(14, 5)]
     device = tiered.ask(turn)

@@ -26,7 +26,7 @@ _CUTS = ((0, 1), (0, 255), (255, 258), (256, 257), (250, 600), (511, 513), (599,
 
 @torch.inference_mode()
 def find_difference(model: Decoder, attention: NativeAttention) -> str:
-    """What is wrong: a kernel, or a part whose rows depend on others or on threads; empty when nothing is."""
+    """A kernel that is wrong, or a part whose rows depend on others or on threads, in words; empty: there is none."""
     if wrong := find_error(attention.kernels, model.layers[0].attention.linears()[0].dtype):
         return f"{wrong} are wrong"
     seen = set()
